@@ -1,0 +1,289 @@
+"""What the curves of a lockstep run say, one question at a time, over all seeds together.
+
+The yardstick is the control: an arm that differs from the reference by one ulp in one weight, hence by
+rounding and nothing else. Thresholds sit halfway, in powers of two, between what the two hypotheses
+predict, so that neither is favoured (``HALFWAY``, ``HALFWAY_BITS``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from driftlab.records import SeedRecord
+from driftlab.statistics import mcnemar_exact
+from driftlab.verdict import Evidence, Place, Verdict
+
+UNIT_ROUND_OFF = {"float32": 2.0**-24, "float64": 2.0**-53}
+
+# Rounding shrinks by 2^-29 from float32 to float64, a wrong function by nothing. A float64 pair that
+# stands 2^14.5 above its control is as far from the one prediction as from the other.
+HALFWAY = 2.0**14.5
+# float32 keeps 24 bits of a product's operands, TF32 and float16 11, bfloat16 8. The nearest of these
+# errs 2^13 more than float32, so halfway is 2^6.5.
+HALFWAY_BITS = 2.0**6.5
+# Below this float64 distance a rounding error does not reach a kink by chance: fewer than 1e8
+# pre-activations, at most about one unit of density each, make less than one flip in a hundred steps.
+NO_KINK_IN_REACH = 1e-10
+
+# A loss that ends at twice its initial value is worse than not to have trained; batches of one run differ
+# by less than that. The tenth of the rows at the end is taken, and its median.
+FALLEN = 2.0
+
+PASSES = (
+    ("logit_distance", "forward"),
+    ("gradient_distance", "weight gradient"),
+    ("weight_distance", "update"),
+)
+
+
+@dataclass(frozen=True)
+class Excess:
+    """The first row at which a float64 pair leaves its control by more than ``HALFWAY``."""
+
+    seed: int
+    step: int
+    kind: str
+    measured: float
+    allowed: float
+
+
+def same_bits(records: Sequence[SeedRecord], role: str) -> Evidence:
+    """Is there any difference at all, in any logged number?"""
+    values = [
+        row[column]
+        for record in records
+        for table in (record.curves, record.evaluations)
+        for row in table
+        for column in row
+        if f"/{role}." in column and column.split("/")[0].endswith("_distance")
+    ]
+    largest = max(values, default=None)
+    identical = largest == 0.0
+    rows = sum(len(record.curves) for record in records)
+    return Evidence(
+        "same_bits",
+        f"Does the {role} differ from its reference in any bit?",
+        largest,
+        0.0,
+        Verdict.BIT_IDENTICAL if identical else None,
+        f"no distance other than 0 in {rows} rows" if identical else "the two differ; the rest asks why",
+    )
+
+
+def float64_pair(records: Sequence[SeedRecord], role: str) -> tuple[Evidence, Excess | None]:
+    """Does the float64 pair stay with its control, from before the first update on?
+
+    The control's envelope (its largest distance so far, at least one unit round-off) is the yardstick.
+    An excess that starts from a distance so large that a kink may have made it is not counted.
+    """
+    excesses, ratios = [], []
+    for record in records if role == "candidate" else ():
+        found, ratio = _first_excess(record, role)
+        excesses += [found] if found else []
+        ratios += [ratio] if ratio is not None else []
+    question = f"Does {role}.float64 stay within what control.float64 shows?"
+    if not ratios:
+        return Evidence(
+            "float64_pair", question, None, HALFWAY, None, "there is no such pair with a control"
+        ), None
+    if not excesses:
+        reading = f"at most {max(ratios):.2g} times the control ({len(ratios)} seeds): rounding"
+        return Evidence("float64_pair", question, max(ratios), HALFWAY, Verdict.ROUND_OFF, reading), None
+    first = min(excesses, key=lambda e: (e.step, -e.measured / e.allowed))
+    times = first.measured / first.allowed * HALFWAY
+    what = f"{first.kind.replace('_', ' ')} {first.measured:.2g} at step {first.step} of seed {first.seed}"
+    how_many = f"{times:.2g} times the control, in {len(excesses)} of {len(ratios)} seeds"
+    reading = f"{what}, {how_many}: rounding would be gone in float64"
+    return Evidence("float64_pair", question, times, HALFWAY, Verdict.BUG, reading), first
+
+
+def _first_excess(record: SeedRecord, role: str) -> tuple[Excess | None, float | None]:
+    """The first row that cannot be rounding, and the largest ratio to the control's envelope before it."""
+    found, largest = [], None
+    for kind, _ in PASSES:
+        mine, control = (record.series(kind, f"{r}.float64") for r in (role, "control"))
+        envelope, before = UNIT_ROUND_OFF["float64"], 0.0
+        for step in sorted(mine):
+            envelope = max(envelope, control.get(step, 0.0))
+            ratio = mine[step] / envelope
+            allowed = HALFWAY * envelope
+            if not mine[step] <= allowed:
+                found += (
+                    [Excess(record.seed, step, kind, mine[step], allowed)]
+                    if before < NO_KINK_IN_REACH
+                    else []
+                )
+                break
+            largest, before = max(largest or 0.0, ratio), max(before, mine[step])
+    order = [kind for kind, _ in PASSES]
+    return min(found, key=lambda e: (e.step, order.index(e.kind)), default=None), largest
+
+
+def dtype_ratio(records: Sequence[SeedRecord], role: str) -> Evidence:
+    """Before any update: is the float64 pair 2^-29 nearer than the float32 pair, as rounding predicts?
+
+    A wrong function is as wrong in either dtype. Where float64 shows no more than ``HALFWAY`` units of
+    round-off the ratio says nothing against rounding, however exact the float32 pair may be.
+    """
+    ratios, floor = [], HALFWAY * UNIT_ROUND_OFF["float64"]
+    for record in records:
+        for kind, _ in PASSES[:2]:
+            wide, narrow = (record.series(kind, f"{role}.{d}").get(0) for d in ("float64", "float32"))
+            if wide is not None and narrow is not None and (narrow or wide > floor):
+                ratios.append(wide / max(narrow, UNIT_ROUND_OFF["float32"]))
+    question = (
+        "Before any update: is the float64 pair 2^-29 nearer than the float32 pair, as rounding predicts?"
+    )
+    if not ratios:
+        return Evidence(
+            "dtype_ratio", question, None, 1 / HALFWAY, None, "there are not two dtypes that differ"
+        )
+    worst = max(ratios)
+    reading = f"float64 over float32 distance {_power(worst)}; rounding predicts 2^-29"
+    verdict = Verdict.ROUND_OFF if worst <= 1 / HALFWAY else Verdict.BUG
+    return Evidence("dtype_ratio", question, worst, 1 / HALFWAY, verdict, reading)
+
+
+def _power(ratio: float) -> str:
+    return f"at most 2^{math.log2(ratio):.1f}" if ratio else "0"
+
+
+def float32_start(records: Sequence[SeedRecord], role: str, same_function: bool = True) -> Evidence:
+    """Before any update, is the float32 pair as near as float32 can be?
+
+    Asked of the logits (continuous across kinks), and of the gradients where no pre-activation flipped.
+    Too far apart speaks for fewer bits where float64 says that the function is the same.
+    """
+    ratios = [r for r in (_start_ratio(record, role) for record in records) if r is not None]
+    question = f"Before any update, is {role}.float32 as near to its reference as float32 rounding?"
+    if not ratios:
+        return Evidence(
+            "float32_start", question, None, HALFWAY_BITS, None, "there is no float32 pair to ask"
+        )
+    measured = median(ratios)
+    if measured <= HALFWAY_BITS:
+        reading = f"{measured:.2g} times what rounding shows in the control (median of {len(ratios)} seeds)"
+        return Evidence("float32_start", question, measured, HALFWAY_BITS, Verdict.ROUND_OFF, reading)
+    if not same_function:
+        reading = (
+            f"{measured:.2g} times what rounding shows in the control: the difference shows in float32 too"
+        )
+        return Evidence("float32_start", question, measured, HALFWAY_BITS, Verdict.BUG, reading)
+    bits = 24 - math.log2(measured)
+    reading = f"{measured:.2g} times what rounding shows in the control: about {bits:.0f} bits instead of 24"
+    return Evidence("float32_start", question, measured, HALFWAY_BITS, Verdict.REDUCED_PRECISION, reading)
+
+
+def _start_ratio(record: SeedRecord, role: str) -> float | None:
+    arm, reference, control = f"{role}.float32", "reference.float32", "control.float32"
+    ratios = []
+    for kind, _ in PASSES[:2]:
+        if kind == "gradient_distance" and record.series("sign_flips", arm).get(0, 0):
+            continue
+        value = record.series(kind, arm).get(0)
+        yardsticks = [record.series(kind, a).get(0, 0.0) for a in (control, reference) if a != arm]
+        if value is not None:
+            ratios.append(value / max(UNIT_ROUND_OFF["float32"], *yardsticks))
+    return max(ratios, default=None)
+
+
+def drift(records: Sequence[SeedRecord], role: str) -> Evidence:
+    """At the end of training, has the float32 pair drifted further than the control?"""
+    arm, control = f"{role}.float32", "control.float32"
+    pairs = [p for r in records if (p := _last_common(r, arm, control))]
+    question = f"Has {role}.float32 drifted further than a nudge of one ulp carries control.float32?"
+    if not pairs or arm == control:
+        return Evidence("drift", question, None, HALFWAY_BITS, None, "there is no control to compare with")
+    mine, theirs = (median(p[i] for p in pairs) for i in (0, 1))
+    within = mine / theirs <= HALFWAY_BITS
+    flips = [first_flip(r, arm) for r in records]
+    reading = (
+        f"weights {mine:.2g} apart at the end, the control's {theirs:.2g} (medians of {len(pairs)} seeds)"
+    )
+    if any(f is not None for f in flips):
+        reading += f"; first sign flip at step {min(f for f in flips if f is not None)}"
+    return Evidence(
+        "drift", question, mine / theirs, HALFWAY_BITS, Verdict.ROUND_OFF if within else None, reading
+    )
+
+
+def first_flip(record: SeedRecord, arm: str) -> int | None:
+    """The first logged step at which a pre-activation of ``arm`` has another sign than its against's."""
+    return next((s for s, flips in sorted(record.series("sign_flips", arm).items()) if flips > 0), None)
+
+
+def evaluation(records: Sequence[SeedRecord], role: str) -> tuple[Evidence, Place | None]:
+    """In eval mode and in its buffers, does the float64 pair stay with its control?"""
+    question = f"In eval mode and in its buffers, does {role}.float64 stay within what control.float64 shows?"
+    worst: tuple[float, Place] | None = None
+    for record in records if role == "candidate" else ():
+        for kind, pass_ in (("buffer_distance", "buffer"), ("eval_logit_distance", "eval")):
+            mine = record.series(kind, f"{role}.float64", table="evaluations")
+            control = record.series(kind, "control.float64", table="evaluations")
+            for step, value in mine.items():
+                ratio = value / max(UNIT_ROUND_OFF["float64"], control.get(step, 0.0))
+                if worst is None or ratio > worst[0]:
+                    worst = (ratio, Place(None, pass_, step))
+    if worst is None:
+        return Evidence(
+            "evaluation", question, None, HALFWAY, None, "there is no such pair with a control"
+        ), None
+    ratio, place = worst
+    bad = not ratio <= HALFWAY
+    reading = f"at most {ratio:.2g} times the control" + (
+        f", in {place.pass_} at step {place.step}" if bad else ""
+    )
+    verdict = Verdict.BUG if bad else Verdict.ROUND_OFF
+    return Evidence("evaluation", question, ratio, HALFWAY, verdict, reading), place if bad else None
+
+
+def fell_over(record: SeedRecord, arm: str) -> bool:
+    """Whether an arm blew up (NaN or inf), or ended at more than ``FALLEN`` times the loss it began with."""
+    if record.run["arms"][arm]["blown_up_at"] is not None:
+        return True
+    losses = record.series("loss", arm)
+    steps = sorted(losses)
+    tail = [losses[s] for s in steps[-max(1, len(steps) // 10) :]]
+    return len(steps) > 1 and median(tail) > FALLEN * losses[steps[0]]
+
+
+def outcomes(records: Sequence[SeedRecord], role: str) -> dict:
+    """Who trained and who fell over, per seed, for the float32 arms, and the paired test."""
+    arms = [f"{r}.float32" for r in ("reference", role, "control")]
+    arms = [a for a in dict.fromkeys(arms) if all(a in r.run["arms"] for r in records)]
+    table = {arm: {record.seed: fell_over(record, arm) for record in records} for arm in arms}
+    reference = list(table.get("reference.float32", {}).values())
+    tests = {
+        a: mcnemar_exact(reference, list(t.values())) for a, t in table.items() if a != "reference.float32"
+    }
+    discordant = {
+        a: sum(x != y for x, y in zip(reference, t.values(), strict=True))
+        for a, t in table.items()
+        if a != "reference.float32"
+    }
+    return {"fell_over": table, "discordant": discordant, "mcnemar_p": tests}
+
+
+def stability(table: dict, role: str) -> Evidence:
+    """Does training itself fall over, and for the control as for the candidate?"""
+    fallen = {arm.split(".")[0]: sum(seeds.values()) for arm, seeds in table["fell_over"].items()}
+    n = max((len(seeds) for seeds in table["fell_over"].values()), default=0)
+    question = "Does the training fall over, and the reference and the control as well as the candidate?"
+    counts = ", ".join(f"{name} {count} of {n}" for name, count in fallen.items())
+    null = sum(count for name, count in fallen.items() if name != "candidate")
+    measured = float(sum(fallen.values()))
+    if not measured:
+        return Evidence("stability", question, 0.0, 0.0, None, f"nobody fell over in {n} seeds")
+    p = min(table["mcnemar_p"].values(), default=1.0)
+    reading = f"fell over: {counts}; paired test against the reference p = {p:.2g}"
+    return Evidence("stability", question, measured, 0.0, Verdict.UNSTABLE if null else None, reading)
+
+
+def _last_common(record: SeedRecord, arm: str, other: str) -> tuple[float, float] | None:
+    """The weight distances of two arms at the last step that both reached, where the second's is not 0."""
+    mine, theirs = (record.series("weight_distance", a) for a in (arm, other))
+    step = max(mine.keys() & theirs.keys(), default=None)
+    return (mine[step], theirs[step]) if step is not None and theirs[step] > 0 else None

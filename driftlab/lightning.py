@@ -1,0 +1,115 @@
+"""The lockstep on a Lightning Trainer: one training step of the Trainer steps every arm once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import lightning
+import torch
+from torch import Tensor, nn
+
+from driftlab.lockstep import Lockstep
+
+GetBatch = Callable[[int], tuple[Tensor, Tensor]]
+
+
+class Watcher(Protocol):
+    """Something that acts between the steps."""
+
+    def before_step(self, step: int) -> None: ...
+
+    def after_step(self, step: int) -> None: ...
+
+
+class AllArms(torch.optim.Optimizer):
+    """Steps the optimizers of all arms as one.
+
+    Lightning counts a step for every optimizer that it knows of (Lightning #17958), so it is shown one.
+    """
+
+    def __init__(self, lockstep: Lockstep):
+        self._lockstep, self.next_step = lockstep, 0
+        super().__init__([p for arm in lockstep.arms for p in arm.module.parameters()], {})
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        if closure is not None:
+            closure()
+        self._lockstep.update(self.next_step)
+
+
+class Between(lightning.Callback):
+    """Calls ``before_step(step)`` and ``after_step(step)`` of whatever watches the run."""
+
+    def __init__(self, watcher: Watcher):
+        self.watcher = watcher
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        self.watcher.before_step(batch[0])
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+        self.watcher.after_step(batch[0])
+
+
+class StepBatches:
+    """The batches of the steps ``start`` .. ``stop`` - 1, with their step, as an iterable for the Trainer."""
+
+    def __init__(self, get_batch: GetBatch, start: int, stop: int):
+        self.get_batch, self.start, self.stop = get_batch, start, stop
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __iter__(self) -> Iterator[tuple[int, tuple[Tensor, Tensor]]]:
+        return ((step, self.get_batch(step)) for step in range(self.start, self.stop))
+
+
+class LockstepModule(lightning.LightningModule):
+    """All arms in one LightningModule; ``trainer.global_step`` counts batches.
+
+    Each batch is ``(step, (inputs, targets))`` as ``StepBatches`` gives it. After the last update the
+    arms are measured once more, on the batch that would come next, for the last row of the curves.
+    """
+
+    def __init__(self, lockstep: Lockstep, get_batch: GetBatch):
+        super().__init__()
+        self.automatic_optimization = False
+        self.lockstep, self.get_batch = lockstep, get_batch
+        self.networks = nn.ModuleList(arm.module for arm in lockstep.arms)
+
+    def configure_optimizers(self) -> AllArms:
+        return AllArms(self.lockstep)
+
+    def training_step(self, batch: tuple[int, tuple[Tensor, Tensor]], batch_idx: int) -> None:
+        step, (inputs, targets) = batch
+        self.lockstep.forward_backward(step, inputs, targets)
+        optimizer = self.optimizers()
+        optimizer.optimizer.next_step = step
+        optimizer.step()
+
+    def measure_last(self) -> None:
+        """The row after the last update."""
+        step = self.lockstep.steps
+        self.lockstep.forward_backward(step, *self.get_batch(step))
+        self.lockstep.flush()
+
+
+def trainer(steps: int, device: torch.device, **options) -> lightning.Trainer:
+    """A Trainer that adds nothing of its own: no checkpoint, bar, summary or validation.
+
+    Args:
+        steps: batches still to train.
+        options: anything else ``lightning.Trainer`` takes (logger, callbacks).
+    """
+    return lightning.Trainer(
+        accelerator="gpu" if device.type == "cuda" else "cpu",
+        devices=1,
+        max_steps=steps,
+        max_epochs=-1,
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        use_distributed_sampler=False,
+        **options,
+    )

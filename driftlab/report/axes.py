@@ -1,0 +1,122 @@
+"""The axes of the figures: what they do with zeros, with leaps of decades and with what is not finite."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from driftlab.evidence import UNIT_ROUND_OFF
+from driftlab.report.series import Bundle
+from driftlab.report.svg import INK
+
+# Beyond this many steps the first hundred, where drift begins, would be a sliver of a linear axis.
+LINEAR_STEPS = 500
+# A relative distance or a loss this far above where it began is on its way to inf: how far it got before
+# the last finite number says nothing, and would flatten all the rest.
+CEILING = 1e3
+
+
+def steps(ax: Axes, last: int) -> None:
+    """The step axis from 0 to ``last``: linear, in long runs logarithmic above 10."""
+    ax.set_xlabel("step")
+    if last > LINEAR_STEPS:
+        ax.set_xscale("symlog", linthresh=10, linscale=0.6)
+        ticks = [0, *(10**n for n in range(1, math.ceil(math.log10(last)) + 1) if 10**n <= last)]
+        ax.xaxis.set_major_locator(FixedLocator(ticks))
+        ax.xaxis.set_minor_locator(NullLocator())
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        ax.set_xlabel("step (logarithmic above 10)")
+    margin = 1.06 if last > LINEAR_STEPS else 1.015
+    ax.set_xlim(0, max(last, 1) * margin)
+
+
+def places(ax: Axes, at: np.ndarray) -> np.ndarray:
+    """Where steps stand, in pixels of the SVG (72 to the inch) from its left edge."""
+    points = np.column_stack([at.astype(float), np.ones(len(at))])
+    return ax.transData.transform(points)[:, 0] / ax.figure.dpi * 72
+
+
+def distances(ax: Axes, bundles: list[Bundle], label: str) -> list[str]:
+    """A log axis whose bottom line stands for 0, with the unit round-off of both dtypes on the right."""
+    values = _finite_values(bundles)
+    positive = values[values > 0]
+    low = min(positive.min(initial=1.0), UNIT_ROUND_OFF["float64"])
+    top = min(max(positive.max(initial=1e-6), 1e-6), CEILING)
+    floor = 10.0 ** (math.floor(math.log10(low)) - 1)
+    ax.set_yscale("function", functions=(lambda v: np.log10(np.maximum(v, floor)), lambda e: 10.0**e))
+    ax.set_ylim(floor, top * 3)
+    ax.set_ylabel(label)
+    decades = range(round(math.log10(floor)) + 1, math.floor(math.log10(top * 3)) + 1)
+    every = max(1, math.ceil(len(decades) / 8))
+    ax.yaxis.set_major_locator(FixedLocator([floor, *(10.0**n for n in decades if n % every == 0)]))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: "0" if v <= floor * 1.01 else _power(10, v)))
+    ax.yaxis.set_minor_locator(NullLocator())
+    _unit_round_offs(ax)
+    said = ["Right: unit round-off of float32 (2⁻²⁴) and of float64 (2⁻⁵³)."]
+    if (values == 0).any():
+        said.append("A distance of exactly 0 stands on the bottom line.")
+    return said + _leaving(values, top)
+
+
+def counts(ax: Axes, bundles: list[Bundle], label: str) -> list[str]:
+    """0 and 1 apart, logarithmic above."""
+    top = max(_finite_values(bundles).max(initial=1.0), 10.0)
+    ax.set_yscale("symlog", linthresh=1, linscale=0.5)
+    ax.set_ylim(-0.15, top * 2)
+    ax.set_ylabel(label)
+    ticks = [10**n for n in range(math.floor(math.log10(top * 2)) + 1)]
+    ax.yaxis.set_major_locator(FixedLocator([0, *ticks]))
+    ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0f}" if v < 100 else _power(10, v)))
+    return ["Logarithmic above 1."]
+
+
+def losses(ax: Axes, bundles: list[Bundle], label: str) -> list[str]:
+    """Linear while the losses stay within two decades, else logarithmic (where all are positive)."""
+    values = _finite_values(bundles)
+    low, top = float(values.min(initial=0.0)), _loss_top(bundles, values)
+    least = float(values[values <= top].min(initial=np.inf))
+    if 0 < least < top / 100:
+        ax.set_ylabel(f"{label}, logarithmic")
+        ax.set_yscale("log")
+        ax.yaxis.set_minor_locator(NullLocator())
+        ax.yaxis.set_major_formatter(
+            FuncFormatter(lambda v, _: f"{v:g}" if 1e-4 < v < 1e4 else _power(10, v))
+        )
+        ax.set_ylim(least / 1.5, top * 1.5)
+    else:
+        ax.set_ylabel(label)
+        ax.set_ylim(low, top + 0.05 * max(top - low, 1e-9))
+    return _leaving(values, top)
+
+
+def _loss_top(bundles: list[Bundle], values: np.ndarray) -> float:
+    """Where the axis ends: medians stay on it up to ``CEILING``, a lone seed up to 3 times the start."""
+    first = np.concatenate([b.values[:, 0] for b in bundles])
+    first = float(np.median(np.abs(first[np.isfinite(first)]))) if np.isfinite(first).any() else 1.0
+    medians = np.concatenate([b.median for b in bundles])
+    highest = float(medians[np.isfinite(medians)].max(initial=0.0))
+    return min(float(values.max(initial=0.0)), max(3 * first, min(1.2 * highest, CEILING * first)))
+
+
+def _finite_values(bundles: list[Bundle]) -> np.ndarray:
+    values = np.concatenate([b.values.ravel() for b in bundles])
+    return values[np.isfinite(values)]
+
+
+def _leaving(values: np.ndarray, top: float) -> list[str]:
+    return [f"Values above {top:.2g} leave the axis."] if (values > top).any() else []
+
+
+def _unit_round_offs(ax: Axes) -> None:
+    for unit in UNIT_ROUND_OFF.values():
+        ax.axhline(unit, color=INK, linewidth=0.7, linestyle=(0, (1, 3)))
+        ax.text(1.01, unit, _power(2, unit), transform=ax.get_yaxis_transform(), va="center")
+
+
+def _power(base: int, value: float) -> str:
+    exponent = str(round(math.log(value, base)))
+    return f"{base}{exponent.translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"

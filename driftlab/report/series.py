@@ -1,0 +1,122 @@
+"""One quantity of one arm over all seeds, as the figures and the tables need it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from driftlab.evidence import first_flip
+from driftlab.records import SeedRecord
+
+_ORDER = {"candidate": 0, "control": 1}
+
+
+def arm_order(arms: Iterable[str]) -> list[str]:
+    """What is judged and its yardstick, by dtype; then the references."""
+
+    def rank(arm: str) -> tuple:
+        role, _, dtype = arm.partition(".")
+        return role == "reference", dtype, _ORDER.get(role, len(_ORDER)), arm
+
+    return sorted(dict.fromkeys(arms), key=rank)
+
+
+def all_arms(records: Sequence[SeedRecord]) -> list[str]:
+    """Every arm of any seed."""
+    return arm_order(arm for record in records for arm in record.arms)
+
+
+def blown_up_at(record: SeedRecord, arm: str) -> int | None:
+    """The step at which an arm of a seed blew up; None where it did not, or is not part of the seed."""
+    return record.run["arms"].get(arm, {}).get("blown_up_at")
+
+
+def judged_against(records: Sequence[SeedRecord]) -> list[str]:
+    """The arms that are compared with another one, and so have distances."""
+    return [a for a in all_arms(records) if any(r.run["arms"].get(a, {}).get("against") for r in records)]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """One column over seeds.
+
+    Attributes:
+        steps: the logged steps, ascending.
+        values: a row a seed. NaN where nothing was measured, inf where the value was not finite and, for
+            a seed that blew up, everywhere after that: leaving such seeds out would make the median of
+            the others look calm.
+    """
+
+    arm: str
+    steps: np.ndarray
+    values: np.ndarray
+
+    @property
+    def median(self) -> np.ndarray:
+        return _over_seeds(np.nanmedian, self.values)
+
+    @property
+    def range(self) -> tuple[np.ndarray, np.ndarray]:
+        """The least and the greatest finite value at each step."""
+        finite = np.where(np.isfinite(self.values), self.values, np.nan)
+        return _over_seeds(np.nanmin, finite), _over_seeds(np.nanmax, finite)
+
+    @property
+    def last_finite(self) -> list[tuple[int, float]]:
+        """The step and the value just before a seed's first inf, for each seed that has one."""
+        points = []
+        for row in self.values:
+            before = np.flatnonzero(~np.isnan(row[: int(np.argmax(np.isinf(row)))]))
+            if len(before):
+                points.append((int(self.steps[before[-1]]), float(row[before[-1]])))
+        return points
+
+
+def _over_seeds(reduce, values: np.ndarray) -> np.ndarray:
+    """Reduce over seeds; NaN, and no warning, at steps where no seed has a value."""
+    measured = ~np.isnan(values).all(axis=0)
+    result = np.full(values.shape[1], np.nan)
+    result[measured] = reduce(values[:, measured], axis=0)
+    return result
+
+
+def bundle(records: Sequence[SeedRecord], kind: str, arm: str) -> Bundle | None:
+    """The column ``<kind>/<arm>`` of every seed; None where no seed has it."""
+    columns = {record.seed: record.series(kind, arm) for record in records}
+    steps = np.array(sorted({step for column in columns.values() for step in column}), dtype=int)
+    if not len(steps):
+        return None
+    values = np.full((len(records), len(steps)), np.nan)
+    for row, record in zip(values, records, strict=True):
+        column = columns[record.seed]
+        measured = [value if math.isfinite(value) else math.inf for value in column.values()]
+        row[np.searchsorted(steps, list(column))] = measured
+        if (end := blown_up_at(record, arm)) is not None:
+            row[steps > end] = math.inf
+    return Bundle(arm, steps, values)
+
+
+def thin(positions: np.ndarray, values: np.ndarray, most: int = 400) -> np.ndarray:
+    """The indices of at most ``most`` points that draw the same line.
+
+    The axis is cut into cells, and each keeps its least and its greatest point: a leap of one step stays.
+    Positions are places on the axis, not steps, so that a logarithmic axis keeps its early steps.
+    """
+    if len(positions) <= most:
+        return np.arange(len(positions))
+    span = max(positions[-1] - positions[0], 1e-9)
+    cells = np.minimum(((positions - positions[0]) / span * (most // 2 - 1)).astype(int), most // 2 - 2)
+    kept = {0, len(positions) - 1}
+    for members in np.split(np.arange(len(positions)), np.flatnonzero(np.diff(cells)) + 1):
+        finite = members[np.isfinite(values[members])]
+        members = finite if len(finite) else members[:1]  # one of them is enough to keep a gap
+        kept |= {int(members[np.argmin(values[members])]), int(members[np.argmax(values[members])])}
+    return np.array(sorted(kept))
+
+
+def first_flips(records: Sequence[SeedRecord], arm: str) -> list[int | None]:
+    """For each seed the first logged step with a sign flip, None where there is none."""
+    return [first_flip(record, arm) for record in records]

@@ -1,0 +1,69 @@
+"""The words that driftlab answers with, and what carries them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+
+
+class Verdict(StrEnum):
+    """What came out. The values are a contract: they stand in ``verdict.json`` and in ``fail_on``."""
+
+    BIT_IDENTICAL = "bit_identical"
+    ROUND_OFF = "round_off"
+    REDUCED_PRECISION = "reduced_precision"
+    UNSTABLE = "unstable"
+    BUG = "bug"
+    NONDETERMINISTIC = "nondeterministic"
+    INCONCLUSIVE = "inconclusive"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One question put to the record.
+
+    Attributes:
+        probe: which check it is, a fixed name.
+        question: what was asked, as a sentence.
+        measured: the number that answers it, None where it could not be measured.
+        threshold: the number at which the answer turns.
+        supports: the verdict that it speaks for, or None where it is silent.
+        reading: what it means, as a sentence with its numbers.
+    """
+
+    probe: str
+    question: str
+    measured: float | None
+    threshold: float | None
+    supports: Verdict | None
+    reading: str
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a difference arises: a module's dotted name or None, a pass, and the first step."""
+
+    module: str | None
+    pass_: str
+    step: int
+
+    def as_dict(self) -> dict:
+        return {"module": self.module, "pass": self.pass_, "step": self.step}
+
+    def __str__(self) -> str:
+        where = f" of {self.module}" if self.module else ""
+        return f"the {self.pass_}{where}, since step {self.step}"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict with its reasons."""
+
+    verdict: Verdict
+    headline: str
+    evidence: list[Evidence]
+    where: Place | None = None
+    outcomes: dict = field(default_factory=dict)
