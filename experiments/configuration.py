@@ -1,0 +1,106 @@
+"""From Hydra's composed configuration to settings that were checked, and their digest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from driftlab.arm import DTYPES, ROLES
+from driftlab.verdict import Verdict
+from experiments.errors import ConfigurationError, one_line
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+
+# What does not change a seed's curves, and so is not part of the experiment's identity: seeds, paths,
+# loggers, and how a run is carried out.
+_NOT_IDENTITY = (
+    *("seed", "seeds", "results", "logger", "rerun", "fail_on", "checkpoint_every", "threads"),
+    *("hypothesis", "expected"),
+)
+_WHOLE_NUMBERS = {
+    **{"steps": 1, "float64_steps": 1, "batch_size": 1, "eval_every": 0, "checkpoint_every": 0},
+    **{"eval_images": 1, "threads": 1},
+}
+_MAY_BE_NULL = ("eval_images", "threads")
+
+
+def scale_of_this_machine(device: str) -> DictConfig:
+    """``scale=auto``: full on a GPU, small on a CPU, where the job runs."""
+    gpu = device != "cpu" and torch.cuda.is_available()
+    chosen = OmegaConf.load(CONF / "scale" / ("full.yaml" if gpu else "small.yaml"))
+    chosen["why"] = f"auto: {'a GPU' if gpu else 'the CPU'} runs this job"
+    return chosen
+
+
+def register_resolvers() -> None:
+    OmegaConf.register_new_resolver("scale_of_this_machine", scale_of_this_machine, replace=True)
+
+
+def resolve(config: DictConfig) -> DictConfig:
+    """Every interpolation replaced by its value, on this machine, and checked. Raises ConfigurationError."""
+    register_resolvers()
+    config = config.copy()
+    config.device = _device(config.device)
+    try:
+        settings = OmegaConf.create(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(f"the configuration cannot be resolved: {one_line(error)}") from None
+    _check_choices(settings)
+    _check_numbers(settings)
+    settings.float64_steps = min(settings.float64_steps, settings.steps)
+    return settings
+
+
+def digest(settings: DictConfig) -> str:
+    """A short hash of the settings less seeds, paths and loggers; a seed that is set alone stays in."""
+    identity = OmegaConf.to_container(settings)
+    fixed_seeds = {k: v for k, v in identity["seeds"].items() if v is not None}
+    for key in _NOT_IDENTITY:
+        identity.pop(key, None)
+    identity["seeds"] = fixed_seeds
+    for key in ("root", "time_limit"):
+        identity["data"].pop(key, None)
+    identity.get("scale", {}).pop("why", None)
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def _device(wanted: str) -> str:
+    if wanted not in ("auto", "cpu", "cuda"):
+        raise ConfigurationError(f"device={wanted} is unknown: write auto, cpu or cuda")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("device=cuda, but torch finds no CUDA device here: write device=cpu or auto")
+    return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def _check_choices(settings: DictConfig) -> None:
+    for key, values, known in (
+        ("dtypes", settings.dtypes, DTYPES),
+        ("roles", settings.roles, ROLES),
+        ("subject", [settings.subject], ROLES),
+        ("fail_on", settings.fail_on, list(Verdict)),
+        ("learning_rate_schedule", [settings.learning_rate_schedule], ("constant", "cosine")),
+    ):
+        values = [values] if isinstance(values, str) else values
+        unknown = [v for v in values if v not in [str(k) for k in known]]
+        if unknown:
+            raise ConfigurationError(f"{key}: {unknown[0]} is unknown: choose from {', '.join(known)}")
+        if not values and key != "fail_on":
+            raise ConfigurationError(f"{key}=[] is empty: choose from {', '.join(known)}")
+    if settings.subject not in (*settings.roles, "reference"):
+        raise ConfigurationError(f"subject={settings.subject} is not among roles={list(settings.roles)}")
+    if settings.subject == "candidate" and not settings.rewrite.target:
+        raise ConfigurationError("rewrite.target is not set: write rewrite.target=package.module.function")
+
+
+def _check_numbers(settings: DictConfig) -> None:
+    for key, least in _WHOLE_NUMBERS.items():
+        value = settings[key]
+        if value is None and key in _MAY_BE_NULL:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ConfigurationError(f"{key}={value} must be a whole number of at least {least}")

@@ -1,0 +1,127 @@
+"""From the finished seeds in an experiment's folder to verdict.json, report.html and the table on screen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+from rich.table import Table
+
+from driftlab.evidence import first_flip
+from driftlab.records import SCHEMA, RecordError, SeedRecord, finished_seeds, read_seed, write_json
+from driftlab.report import write_report
+from driftlab.rules import judge as judge_records
+from driftlab.verdict import Judgement
+from experiments.terminal import Terminal, number
+
+
+def judge(folder: Path, digest: str, settings: DictConfig, terminal: Terminal) -> str:
+    """Judge all finished seeds together, write the verdict and the report, show them; returns the verdict."""
+    records = _readable(folder, terminal)
+    judgement = judge_records(records, settings.subject)
+    write_json(folder / "verdict.json", _as_contract(settings.name, digest, records, judgement))
+    meta = {
+        "experiment": settings.name,
+        "digest": digest,
+        "hypothesis": settings.hypothesis,
+        "expected": settings.expected,
+        "command": repeat_command(records),
+        "settings": OmegaConf.to_yaml(settings),
+        "dataset": records[0].run["dataset"] if records else {},
+    }
+    report = write_report(folder, records, judgement, meta)
+    files = {
+        "verdict": str(folder / "verdict.json"),
+        "report": str(report),
+        "curves": f"{folder}/seed=*/curves.csv",
+    }
+    terminal.verdict(judgement, seeds_table(records), files)
+    return str(judgement.verdict)
+
+
+def _readable(folder: Path, terminal: Terminal) -> list[SeedRecord]:
+    records = []
+    for seed in finished_seeds(folder):
+        try:
+            records.append(read_seed(folder, seed))
+        except RecordError as error:
+            terminal.say(f"left out of the verdict: {error}")
+    return [r for r in records if r is not None]
+
+
+def _as_contract(name: str, digest: str, records: list[SeedRecord], judgement: Judgement) -> dict:
+    return {
+        "schema": SCHEMA,
+        "experiment": name,
+        "digest": digest,
+        "verdict": judgement.verdict,
+        "headline": judgement.headline,
+        "where": judgement.where.as_dict() if judgement.where else None,
+        "seeds": [r.seed for r in records],
+        "evidence": [e.as_dict() for e in judgement.evidence],
+        "outcomes": judgement.outcomes,
+        "environment": _environments(records),
+        "dataset": records[0].run["dataset"] if records else None,
+    }
+
+
+def _environments(records: list[SeedRecord]) -> dict:
+    """The environment of the seeds; where they differ, those of the others by seed: kernels differ too."""
+    if not records:
+        return {}
+    first = records[0].run["environment"]
+    others = {r.seed: r.run["environment"] for r in records if r.run["environment"] != first}
+    return {**first, "differs_for_seeds": others} if others else first
+
+
+def repeat_command(records: list[SeedRecord]) -> str:
+    """The command line that trains the same seeds again."""
+    if not records:
+        return ""
+    seeds = [r.seed for r in records]
+    consecutive = len(seeds) > 1 and seeds == list(range(seeds[0], seeds[-1] + 1))
+    text = f"{seeds[0]}..{seeds[-1]}" if consecutive else ",".join(map(str, seeds))
+    return f"{records[0].run['command']} seed={text if consecutive or len(seeds) == 1 else f'[{text}]'}"
+
+
+def seeds_table(records: list[SeedRecord]) -> Table:
+    """A row a seed: losses at the end, drift at the end, and where the first pre-activation flipped."""
+    table = Table(title="seeds", title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="dim")
+    arms = {arm: record["against"] for arm, record in records[0].run["arms"].items()} if records else {}
+    narrow = [a for a in arms if a.endswith("float32")]
+    drifting = [a for a, against in arms.items() if against]
+    table.add_column("seed", justify="right")
+    for kind, names in (("loss", narrow), ("drift", drifting)):
+        for arm in names:
+            role, dtype = arm.split(".")
+            table.add_column(
+                f"{kind}\n{SHORT[role]}{dtype.removeprefix('float')}", justify="right", no_wrap=True
+            )
+    table.add_column("first\nflip", justify="right")
+    for record in records:
+        losses = [_final_loss(record, a) for a in narrow]
+        drifts = [_small(_final(record.series("weight_distance", a))) for a in drifting]
+        table.add_row(str(record.seed), *losses, *drifts, _flip(record))
+    return table
+
+
+SHORT = {"reference": "ref", "candidate": "cand", "control": "ctrl"}
+
+
+def _small(value: float | None) -> str:
+    return "" if value is None else f"{value:.0e}" if value else "0"
+
+
+def _final(series: dict[int, float]) -> float | None:
+    return series[max(series)] if series else None
+
+
+def _final_loss(record: SeedRecord, arm: str) -> str:
+    blown = record.run["arms"][arm]["blown_up_at"]
+    return f"nan@{blown}" if blown is not None else number(_final(record.series("loss", arm)))
+
+
+def _flip(record: SeedRecord) -> str:
+    arm = "candidate.float32" if "candidate.float32" in record.arms else "control.float32"
+    step = first_flip(record, arm)
+    return "none" if step is None else str(step)

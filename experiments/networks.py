@@ -1,0 +1,149 @@
+"""The networks of an experiment: the reference by config, the candidate by its rewrite, and the arms."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import hydra
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils import _pytree as pytree
+
+from driftlab.arm import Arm, grow, unfolded
+from driftlab.fold import FoldError, find_fold
+from driftlab.lockstep import evaluation_mode
+from experiments.data.images import Images
+from experiments.errors import ConfigurationError, one_line
+
+Rewrite = Callable[[nn.Module], nn.Module]
+
+
+def build_reference(settings: DictConfig, images: Images, seed: int) -> nn.Module:
+    """The network in float32 on the CPU, initialised from ``seed`` whatever its arms' device and dtype."""
+    torch.manual_seed(seed)
+    try:
+        return hydra.utils.instantiate(settings.model, classes=len(images.classes))
+    except Exception as error:
+        raise ConfigurationError(f"model: {one_line(error.__cause__ or error)}") from None
+
+
+def load_rewrite(settings: DictConfig) -> Rewrite:
+    """The function that ``rewrite.target`` names, with those of ``rewrite.options`` that it takes."""
+    target = settings.rewrite.target
+    function = _import(target)
+    options = dict(settings.rewrite.options or {})
+    accepted = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        return partial(function, **options)
+    # an experiment's options stay behind when another target takes the place of its own
+    return partial(function, **{k: v for k, v in options.items() if k in accepted})
+
+
+def _import(target: str) -> Callable:
+    module_name, _, function_name = str(target).rpartition(".")
+    if not module_name:
+        raise ConfigurationError(f"rewrite.target={target}: write package.module.function")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except Exception as error:
+        raise ConfigurationError(f"rewrite.target={target} cannot be imported: {one_line(error)}") from None
+    if not callable(function):
+        raise ConfigurationError(f"rewrite.target={target} is a {type(function).__name__}, not a function")
+    return function
+
+
+def source_digest(target: str | None) -> str | None:
+    """The SHA-256 of the file that holds a rewrite: an edited rewrite is another experiment."""
+    if not target:
+        return None
+    try:
+        source = Path(inspect.getsourcefile(inspect.unwrap(_import(target)))).read_bytes()
+    except (TypeError, OSError):
+        return None
+    return hashlib.sha256(source).hexdigest()[:12]
+
+
+def apply_rewrite(rewrite: Rewrite, target: str, reference: nn.Module) -> nn.Module:
+    """The candidate, from a deep copy of the reference. Raises ConfigurationError where there is none."""
+    try:
+        candidate = rewrite(copy.deepcopy(reference))
+    except Exception as error:
+        raise ConfigurationError(f"rewrite.target={target} failed: {one_line(error)}") from None
+    if not isinstance(candidate, nn.Module):
+        got = type(candidate).__name__
+        raise ConfigurationError(f"rewrite.target={target} returned a {got}: it must return an nn.Module")
+    return candidate
+
+
+def check_same_shapes(reference: nn.Module, candidate: nn.Module, inputs: torch.Tensor, target: str) -> None:
+    """Both networks on one batch, in eval mode: one that fails or changes the shape is no rewrite."""
+    with evaluation_mode(reference):
+        wanted = pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), reference(inputs))
+    try:
+        with evaluation_mode(candidate):
+            got = pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), candidate(inputs))
+    except Exception as error:
+        raise ConfigurationError(
+            f"rewrite.target={target}: its network fails on a batch: {one_line(error)}"
+        ) from None
+    if got != wanted:
+        raise ConfigurationError(f"rewrite.target={target} changes the output's shape from {wanted} to {got}")
+
+
+def build_arms(
+    settings: DictConfig, images: Images, seeds: dict[str, int], inputs: torch.Tensor
+) -> list[Arm]:
+    """All arms of one seed on their device. ``inputs`` is a float32 CPU batch to try the networks on."""
+    reference = build_reference(settings, images, seeds["init"])
+    candidate, fold = None, unfolded
+    if "candidate" in settings.roles:
+        target = settings.rewrite.target
+        rewrite = load_rewrite(settings)
+        candidate = apply_rewrite(rewrite, target, reference)
+        check_same_shapes(reference, candidate, inputs, target)
+        try:
+            fold = find_fold(reference, candidate, rewrite)
+        except FoldError as error:
+            raise ConfigurationError(f"rewrite.target={target}: {one_line(error)}") from None
+    horizons = {d: settings.float64_steps if d == "float64" else settings.steps for d in settings.dtypes}
+    return grow(
+        reference,
+        candidate,
+        optimizer=_optimizer(settings),
+        horizons=horizons,
+        roles=settings.roles,
+        fold=fold,
+        scheduler=partial(_scheduler, settings.learning_rate_schedule, settings.steps),
+        nudge_seed=seeds["nudge"],
+        device=settings.device,
+    )
+
+
+def loss_function(settings: DictConfig) -> Callable:
+    return F.cross_entropy
+
+
+def _optimizer(settings: DictConfig) -> Callable:
+    try:
+        return hydra.utils.instantiate(settings.optimizer)
+    except Exception as error:
+        raise ConfigurationError(f"optimizer: {one_line(error.__cause__ or error)}") from None
+
+
+def _scheduler(kind: str, steps: int, optimizer: torch.optim.Optimizer, _longest: int) -> LambdaLR | None:
+    if kind == "constant":
+        return None
+    return LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(step, steps) / steps)))

@@ -1,0 +1,90 @@
+"""What a run is about to do, said before it starts, and how long that should take."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+from omegaconf import DictConfig
+
+from driftlab.arm import DTYPES, Arm
+from driftlab.lockstep import Lockstep, cast
+from experiments.data.images import Images
+
+
+def plan_lines(
+    settings: DictConfig,
+    images: Images,
+    seeds: list[int],
+    todo: list[int],
+    lockstep: Lockstep,
+    duration: float,
+) -> dict[str, str]:
+    """Name -> text, one line each."""
+    done = f", {len(seeds) - len(todo)} done already" if len(todo) < len(seeds) else ""
+    lines = {
+        "asks": settings.hypothesis or f"is the {settings.subject} the same function as its reference?",
+        "arms": ", ".join(arm.name for arm in lockstep.arms),
+        "seeds": f"{_seeds(seeds)}{done}",
+        "steps": _steps(lockstep) + f" of batch {settings.batch_size}",
+        "network": f"{_network(settings)}, {_parameters(lockstep.arms[0]):,} parameters, {settings.device}",
+        "data": f"{images.name} ({images.source})",
+        "scale": f"{settings.scale.name} ({settings.scale.get('why', 'as asked')})",
+        "expected": _time(duration * len(todo)),
+    }
+    if images.stand_in:
+        lines["data"] = f"STAND-IN {lines['data']}: drawn shapes, not photographs"
+    return lines
+
+
+def seconds_per_seed(lockstep: Lockstep, inputs: object, targets: object, eval_images: int) -> float:
+    """How long a seed should take, from one timed step of the reference in each dtype, on copies.
+
+    Evaluation costs about a third of a step for each batch of images.
+    """
+    total, batch = 0.0, len(targets)
+    for dtype in {arm.dtype for arm in lockstep.arms}:
+        arms = [a for a in lockstep.arms if a.dtype == dtype]
+        step = _timed_step(lockstep, arms[0], inputs, targets)
+        total += step * sum(a.horizon + 1 + eval_images / batch / 3 for a in arms)
+    return total
+
+
+def _timed_step(lockstep: Lockstep, arm: Arm, inputs: object, targets: object) -> float:
+    module = copy.deepcopy(arm.module)
+    for _ in range(2):  # the first call warms up
+        began = time.perf_counter()
+        loss = lockstep.loss(module(cast(inputs, DTYPES[arm.dtype])), targets)
+        loss.backward()
+        float(loss.detach())  # waits for a GPU
+    return time.perf_counter() - began
+
+
+def _seeds(seeds: list[int]) -> str:
+    if len(seeds) > 2 and seeds == list(range(seeds[0], seeds[-1] + 1)):
+        return f"{seeds[0]}..{seeds[-1]}"
+    return ", ".join(map(str, seeds))
+
+
+def _steps(lockstep: Lockstep) -> str:
+    horizons = {arm.dtype: arm.horizon for arm in lockstep.arms}
+    if len(set(horizons.values())) == 1:
+        return str(lockstep.steps)
+    return ", ".join(f"{steps} in {dtype}" for dtype, steps in horizons.items())
+
+
+def _network(settings: DictConfig) -> str:
+    name = str(settings.model.get("_target_", "")).rpartition(".")[2]
+    return f"{name} of width {settings.model.width}" if "width" in settings.model else name
+
+
+def _parameters(arm: Arm) -> int:
+    return sum(p.numel() for p in arm.module.parameters())
+
+
+def _time(duration: float) -> str:
+    if duration < 1:
+        return "a moment"
+    if duration < 100:
+        return f"about {duration:.0f} s"
+    return f"about {duration / 60:.0f} min" if duration < 6000 else f"about {duration / 3600:.1f} h"

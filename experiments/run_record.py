@@ -1,0 +1,62 @@
+"""What ``run.json`` says about a seed."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+import torch
+
+from driftlab.arm import Arm
+from driftlab.environment import environment
+from driftlab.lockstep import Lockstep
+from driftlab.records import SCHEMA
+
+if TYPE_CHECKING:
+    from experiments.seed_run import Experiment
+
+
+def run_record(experiment: Experiment, seed: int, lockstep: Lockstep, began: float, start: int) -> dict:
+    settings, images, finished = experiment.settings, experiment.images, time.time()
+    return {
+        "schema": SCHEMA,
+        "experiment": settings.name,
+        "digest": experiment.digest,
+        "seed": seed,
+        "outcome": "finished",
+        "command": experiment.command,
+        "arms": {arm.name: _arm_record(arm) for arm in lockstep.arms},
+        "dataset": {
+            "name": images.name,
+            "sha256": images.sha256,
+            "source": images.source,
+            "stand_in": images.stand_in,
+            "train_images": len(images.train_images),
+            "test_images": len(images.test_images),
+        },
+        "fold": _fold_record(lockstep),
+        "environment": environment(torch.device(settings.device)),
+        "times": {
+            "began": datetime.fromtimestamp(began, UTC).isoformat(timespec="seconds"),
+            "finished": datetime.fromtimestamp(finished, UTC).isoformat(timespec="seconds"),
+            "seconds": round(finished - began, 3),
+            "resumed_at_step": start or None,
+        },
+    }
+
+
+def _arm_record(arm: Arm) -> dict:
+    return {
+        "outcome": "finished" if arm.blown_up_at is None else "blew_up",
+        "blown_up_at": arm.blown_up_at,
+        "horizon": arm.horizon,
+        "against": arm.against.name if arm.against else None,
+    }
+
+
+def _fold_record(lockstep: Lockstep) -> dict | None:
+    fold = next((arm.fold for arm in lockstep.arms if arm.role == "candidate"), None)
+    if fold is None:
+        return None
+    return {"origin": fold.origin, "unplaced": fold.unplaced, "unused": fold.unused, "notes": fold.notes}

@@ -1,0 +1,169 @@
+"""One seed of a training experiment: built, resumed, trained, recorded."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from omegaconf import DictConfig
+
+from driftlab.evidence import HALFWAY, UNIT_ROUND_OFF
+from driftlab.lockstep import Lockstep
+from driftlab.logschedule import LogSchedule
+from driftlab.probes.local import first_wrong, local_errors
+from driftlab.records import RecordError, SeedRecord, read_seed, read_table, seed_folder, write_json
+from driftlab.rules import judge
+from driftlab.verdict import Verdict
+from experiments.data.batches import Batches
+from experiments.data.images import Images
+from experiments.loggers import MetricsLogger
+from experiments.networks import build_arms, loss_function
+from experiments.recorder import Recorder
+from experiments.run_record import run_record
+from experiments.terminal import Terminal
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What all seeds of one experiment share."""
+
+    settings: DictConfig
+    digest: str
+    folder: Path
+    images: Images
+    command: str  # without the seeds
+    terminal: Terminal
+
+
+def run_seed(experiment: Experiment, seed: int) -> None:
+    """Train one seed from wherever it stopped. Another process that owns it is waited for."""
+    with FileLock(experiment.folder / f".seed={seed}.owner"):
+        if is_done(experiment, seed):
+            return
+        home = seed_folder(experiment.folder, seed)
+        if experiment.settings.rerun and home.exists():
+            shutil.rmtree(home)
+        try:
+            _train(experiment, seed, home)
+        except RecordError as error:
+            _set_aside(experiment, home, error)
+            _train(experiment, seed, home)
+
+
+def is_done(experiment: Experiment, seed: int) -> bool:
+    if experiment.settings.rerun:
+        return False
+    try:
+        return read_seed(experiment.folder, seed) is not None
+    except RecordError as error:
+        _set_aside(experiment, seed_folder(experiment.folder, seed), error)
+        return False
+
+
+def _set_aside(experiment: Experiment, home: Path, error: RecordError) -> None:
+    """Keep a damaged seed under another name and say so: it is redone, never used, never deleted."""
+    number = 1
+    while (aside := home.with_name(f"{home.name}.damaged-{number}")).exists():
+        number += 1
+    home.rename(aside)
+    experiment.terminal.say(f"{error}; kept as {aside.name}, and the seed is done again")
+
+
+def _train(experiment: Experiment, seed: int, home: Path) -> None:
+    settings, began = experiment.settings, time.time()
+    lockstep, batches = build_lockstep(settings, experiment.images, seed)
+    logger = MetricsLogger(settings, experiment.digest, seed, home)
+    recorder = Recorder(
+        lockstep,
+        batches,
+        logger,
+        home,
+        eval_every=settings.eval_every,
+        eval_images=settings.eval_images,
+        checkpoint_every=settings.checkpoint_every,
+        progress=lambda step, row: experiment.terminal.step(seed, step, row),
+    )
+    start = recorder.resume()
+    fit(lockstep, batches, recorder, start)
+    record = run_record(experiment, seed, lockstep, began, start)
+    record["local"] = _locate(experiment, seed, home, record)
+    write_json(home / "run.json", record)
+    logger.finish({arm: outcome["outcome"] for arm, outcome in record["arms"].items()})
+    experiment.terminal.seed_done(seed, record)
+
+
+def build_lockstep(settings: DictConfig, images: Images, seed: int) -> tuple[Lockstep, Batches]:
+    """The arms of one seed, ready for step 0, and their batches."""
+    seeds = {name: seed if own is None else own for name, own in settings.seeds.items()}
+    device = torch.device(settings.device)
+    batches = Batches(
+        images,
+        batch_size=settings.batch_size,
+        order_seed=seeds["order"],
+        augmentation_seed=seeds["augmentation"],
+        device=device,
+        augment=settings.augment,
+    )
+    few = batches.batch(0)[0][:2].cpu()
+    arms = build_arms(settings, images, seeds, few)
+    schedule = LogSchedule(settings.log_schedule.dense, settings.log_schedule.per_decade)
+    return Lockstep(arms, loss_function(settings), seed=seeds["order"], logged=schedule), batches
+
+
+def fit(lockstep: Lockstep, batches: Batches, recorder: Recorder, start: int) -> None:
+    """The updates from ``start`` on, a checkpoint, then the row after the last update.
+
+    In this order because measuring once more moves the batch-norm buffers: resumed from its last
+    checkpoint, a run must find them as they were.
+    """
+    from driftlab.lightning import Between, LockstepModule, StepBatches, trainer
+
+    module = LockstepModule(lockstep, batches.batch)
+    if start < lockstep.steps:
+        with _quiet_lightning():
+            runner = trainer(
+                lockstep.steps - start, batches.device, logger=False, callbacks=[Between(recorder)]
+            )
+            runner.fit(module, StepBatches(batches.batch, start, lockstep.steps))
+    recorder.checkpoint(lockstep.steps)
+    recorder.evaluate(lockstep.steps)
+    module.measure_last()
+    recorder.log_new_rows()
+    recorder.write_tables()
+
+
+@contextmanager
+def _quiet_lightning():
+    """Lightning's hints are about trainings that are not these."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="lightning")
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+def _locate(experiment: Experiment, seed: int, home: Path, record: dict) -> dict | None:
+    """Where the curves show a bug, the module that makes it, from a fresh start of the same seed."""
+    settings = experiment.settings
+    tables = (read_table(home / name) for name in ("curves.csv", "evaluations.csv"))
+    if judge([SeedRecord(seed, *tables, record)], settings.subject).verdict is not Verdict.BUG:
+        return None
+    lockstep, batches = build_lockstep(settings, experiment.images, seed)
+    arms = {arm.role: arm for arm in lockstep.arms if arm.dtype == "float64"}
+    if "candidate" not in arms:
+        return None
+    reference, candidate = arms["reference"].module, arms["candidate"].module
+    errors = local_errors(reference, candidate, arms["candidate"].fold, lockstep.loss, *batches.batch(0))
+    found = first_wrong(errors, HALFWAY * UNIT_ROUND_OFF["float64"])
+    return {"module": found[0], "pass": found[1]} if found else None

@@ -1,0 +1,68 @@
+"""The ``seed`` setting: ``3``, ``0..9`` (both ends included) or ``[0,2,5]``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from experiments.errors import ConfigurationError
+
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_HINT = "write seed=3, seed=0..9 or seed=[0,2,5]"
+
+
+def parse_seeds(value: object) -> list[int]:
+    """The seeds in the order given. Raises ConfigurationError for anything else than the three forms."""
+    if isinstance(value, bool) or value is None:
+        raise ConfigurationError(f"seed={value} is not a seed: {_HINT}")
+    if isinstance(value, int):
+        return [_natural(value)]
+    if isinstance(value, str):
+        return _from_text(value.strip())
+    if isinstance(value, Iterable):
+        seeds = [seed for item in value for seed in parse_seeds(item)]
+        if not seeds:
+            raise ConfigurationError(f"seed=[] names no seed: {_HINT}")
+        if len(set(seeds)) < len(seeds):
+            raise ConfigurationError(f"seed={seeds} names a seed twice")
+        return seeds
+    raise ConfigurationError(f"seed={value} is not a seed: {_HINT}")
+
+
+def _from_text(text: str) -> list[int]:
+    if text.isdigit():
+        return [int(text)]
+    match = _RANGE.fullmatch(text)
+    if not match:
+        raise ConfigurationError(f"seed={text} is not a seed: {_HINT}")
+    first, last = int(match[1]), int(match[2])
+    if last < first:
+        raise ConfigurationError(f"seed={text} runs backwards: write seed={last}..{first}")
+    return list(range(first, last + 1))
+
+
+def _natural(value: int) -> int:
+    if value < 0:
+        raise ConfigurationError(f"seed={value} is negative: {_HINT}")
+    return value
+
+
+def fan_out(arguments: list[str]) -> list[str]:
+    """The command line with ``seed=0..9`` as Hydra's own sweep over single seeds, for ``--multirun``.
+
+    Hydra reads ``0..9`` as the string "0..9" and would start one job.
+    """
+    if not {"-m", "--multirun"} & set(arguments):
+        return arguments
+    return [_swept(a) if a.startswith("seed=") else a for a in arguments]
+
+
+def _swept(argument: str) -> str:
+    text = argument.removeprefix("seed=").strip("'\"")
+    if text.startswith("["):
+        items: list[object] = [item.strip() for item in text.strip("[]").split(",")]
+    elif "," in text:
+        items = [item.strip() for item in text.split(",")]
+    else:
+        items = [text]
+    return "seed=" + ",".join(str(seed) for seed in parse_seeds(items))

@@ -1,0 +1,83 @@
+"""The kind of experiment that trains: every arm in lockstep over every seed, then a verdict over all."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from driftlab.environment import make_deterministic
+from driftlab.records import write_whole
+from experiments import data
+from experiments.configuration import digest, resolve
+from experiments.data.images import Images
+from experiments.errors import ConfigurationError, one_line
+from experiments.judging import judge
+from experiments.networks import source_digest
+from experiments.plan import plan_lines, seconds_per_seed
+from experiments.seed_run import Experiment, build_lockstep, is_done, run_seed
+from experiments.seeds import parse_seeds
+from experiments.terminal import Terminal
+
+
+def run(config: DictConfig) -> str:
+    """Train what is not finished yet, judge all finished seeds, and return the verdict.
+
+    Raises:
+        ConfigurationError, DataError: with one line for the user.
+    """
+    terminal = Terminal()
+    seeds = parse_seeds(OmegaConf.to_container(config, resolve=False)["seed"])
+    experiment = prepare(config, terminal)
+    todo = [seed for seed in seeds if not is_done(experiment, seed)]
+    _show_plan(experiment, seeds, todo)
+    with terminal.progress(todo, experiment.settings.steps):
+        for seed in todo:
+            run_seed(experiment, seed)
+    return judge(experiment.folder, experiment.digest, experiment.settings, terminal)
+
+
+def prepare(config: DictConfig, terminal: Terminal) -> Experiment:
+    """Check the settings, fetch the images, open the experiment's folder."""
+    settings = resolve(config)
+    device = torch.device(settings.device)
+    make_deterministic(device, tf32=settings.tf32, threads=settings.threads)
+    if settings.rewrite.target and "candidate" in settings.roles:
+        settings.rewrite.source = source_digest(settings.rewrite.target)
+    images = load_images(settings, terminal)
+    settings.data.name, settings.data.sha256 = images.name, images.sha256
+    name = digest(settings)
+    folder = Path(settings.results) / settings.name / name
+    try:
+        write_whole(folder / "experiment.yaml", OmegaConf.to_yaml(settings))
+    except OSError as error:
+        raise ConfigurationError(
+            f"results={settings.results} cannot be written ({one_line(error)}): write results=FOLDER"
+        ) from None
+    return Experiment(settings, name, folder, images, _command(settings), terminal)
+
+
+def _command(settings: DictConfig) -> str:
+    """The command line that asked for this experiment, less its seeds and where it wrote."""
+    given = (
+        HydraConfig.get().overrides.task if HydraConfig.initialized() else [f"+experiment={settings.name}"]
+    )
+    left_out = ("seed=", "results=", "rerun=", "data.root=")
+    return " ".join(["python train.py", *(shlex.quote(o) for o in given if not o.startswith(left_out))])
+
+
+def load_images(settings: DictConfig, terminal: Terminal) -> Images:
+    chosen = settings.data
+    return data.load(chosen.name, chosen.get("root"), time_limit_s=chosen.get("time_limit"), say=terminal.say)
+
+
+def _show_plan(experiment: Experiment, seeds: list[int], todo: list[int]) -> None:
+    settings, images = experiment.settings, experiment.images
+    lockstep, batches = build_lockstep(settings, images, seeds[0])
+    evaluated = min(settings.eval_images or len(images.test_images), len(images.test_images))
+    duration = seconds_per_seed(lockstep, *batches.batch(0), evaluated) if todo else 0.0
+    lines = plan_lines(settings, images, seeds, todo, lockstep, duration)
+    experiment.terminal.plan(f"{settings.name} {experiment.digest}", lines)

@@ -1,0 +1,153 @@
+"""What lockstep costs over the same arms trained alone by bare loops, and how long the commands take.
+
+    python scripts/benchmark.py [--repeats 5] [--data cifar10] [--scale small]
+
+Each repetition times both sides one after the other, in turns, in this process, on the same machine state:
+the ratio is taken within it, and the median over the repetitions is printed. The bare loop does forward,
+backward and the optimizer's step on batches made beforehand, and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from hydra import compose, initialize_config_dir  # noqa: E402
+from omegaconf import DictConfig  # noqa: E402
+
+from driftlab.arm import DTYPES, Arm  # noqa: E402
+from driftlab.lockstep import Lockstep, cast  # noqa: E402
+from experiments.configuration import register_resolvers, resolve  # noqa: E402
+from experiments.data.images import Images  # noqa: E402
+from experiments.loggers import MetricsLogger  # noqa: E402
+from experiments.recorder import Recorder  # noqa: E402
+from experiments.seed_run import build_lockstep, fit  # noqa: E402
+from experiments.terminal import Terminal  # noqa: E402
+from experiments.training import load_images  # noqa: E402
+
+CASES = {
+    "default arms, every step logged": ["log_schedule.dense=1000000"],
+    "float32 arms alone, default thinning": ["dtypes=[float32]"],
+    "float32 arms alone, every step logged": ["dtypes=[float32]", "log_schedule.dense=1000000"],
+}
+
+
+def settings_of(overrides: list[str]) -> DictConfig:
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return resolve(compose("config", ["+experiment=split_conv", *overrides]))
+
+
+def lockstep_seconds(settings: DictConfig, images: Images, home: Path) -> float:
+    """The steps of one seed with everything that a run does between them: logger, recorder, checkpoints."""
+    lockstep, batches = build_lockstep(settings, images, 0)
+    logger = MetricsLogger(settings, "benchmark", 0, home)
+    logger.log(0, {})  # starting W&B is no cost of a step
+    recorder = Recorder(
+        lockstep,
+        batches,
+        logger,
+        home,
+        eval_every=0,
+        eval_images=1,
+        checkpoint_every=settings.checkpoint_every,
+        progress=lambda step, row: None,
+    )
+    began = time.perf_counter()
+    fit(lockstep, batches, recorder, 0)
+    _wait(lockstep)
+    seconds = time.perf_counter() - began
+    logger.finish({})
+    return seconds
+
+
+def bare_seconds(settings: DictConfig, images: Images) -> float:
+    """The same arms one after the other."""
+    lockstep, batches = build_lockstep(settings, images, 0)
+    made = [batches.batch(step) for step in range(lockstep.steps + 1)]
+    return sum(_bare_loop(arm, made, lockstep) for arm in lockstep.arms)
+
+
+def _bare_loop(arm: Arm, made: list, lockstep: Lockstep) -> float:
+    dtype, began = DTYPES[arm.dtype], time.perf_counter()
+    for step in range(arm.horizon + 1):
+        inputs, targets = made[step]
+        arm.optimizer.zero_grad()
+        lockstep.loss(arm.module(cast(inputs, dtype)), targets).backward()
+        if step < arm.horizon:
+            arm.optimizer.step()
+            if arm.scheduler is not None:
+                arm.scheduler.step()
+    _wait(lockstep)
+    return time.perf_counter() - began
+
+
+def _wait(lockstep: Lockstep) -> None:
+    if next(lockstep.arms[0].module.parameters()).is_cuda:
+        torch.cuda.synchronize()
+
+
+def compare(settings: DictConfig, images: Images, repeats: int) -> tuple[list[float], float]:
+    """The ratios of ``repeats`` pairs, each after the order of the last was turned round, and bare seconds."""
+    ratios, bare = [], []
+    for repeat in range(repeats + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            sides = [
+                lambda: lockstep_seconds(settings, images, Path(folder)),
+                lambda: bare_seconds(settings, images),
+            ]
+            order = (0, 1) if repeat % 2 else (1, 0)
+            seconds = {side: sides[side]() for side in order}
+        if repeat:  # the first pair warms up
+            ratios.append(seconds[0] / seconds[1])
+            bare.append(seconds[1])
+    return ratios, median(bare)
+
+
+def command_seconds(arguments: list[str], repeats: int) -> float:
+    """Median wall time of a command from start to exit."""
+    times = []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            began = time.perf_counter()
+            results = [] if "--help" in arguments else [f"results={folder}"]
+            command = [sys.executable, str(ROOT / "train.py"), *arguments, *results]
+            subprocess.run(command, check=True, capture_output=True)
+            times.append(time.perf_counter() - began)
+    return median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--scale", default="small")
+    parser.add_argument("--data", default="cifar10")
+    parser.add_argument("--logger", default="wandb")
+    options = parser.parse_args()
+    common = [f"scale={options.scale}", f"data={options.data}", f"logger={options.logger}"]
+    for name, overrides in CASES.items():
+        settings = settings_of([*common, *overrides])
+        images = load_images(settings, Terminal())
+        ratios, bare = compare(settings, images, options.repeats)
+        spread = f"{min(ratios):.3f}..{max(ratios):.3f}"
+        print(
+            f"{name}: {median(ratios):.3f} (n = {len(ratios)}, {spread}; bare loops {bare:.1f} s)", flush=True
+        )
+    for arguments in (
+        ["--help"],
+        ["+experiment=split_conv", "scale=smoke", "data=shapes", f"logger={options.logger}"],
+    ):
+        print(f"python train.py {' '.join(arguments)}: {command_seconds(arguments, 3):.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

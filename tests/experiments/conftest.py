@@ -1,0 +1,30 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+class Finished:
+    """What a command left: exit status, both streams."""
+
+    def __init__(self, done: subprocess.CompletedProcess):
+        self.status, self.out, self.err = done.returncode, done.stdout, done.stderr
+        self.errors = [line for line in done.stderr.splitlines() if line.strip()]
+
+
+@pytest.fixture
+def train(tmp_path):
+    """Run train.py as a person does, small, without a network, results under a temporary folder."""
+
+    def run(*arguments: str, results: Path | None = None, quick: bool = True) -> Finished:
+        small = ["scale=smoke", "data=shapes", "logger=none"] if quick else []
+        given = {a.split("=")[0] for a in arguments}
+        small = [s for s in small if s.split("=")[0] not in given]
+        place = [] if any(a.startswith("results=") for a in arguments) else [f"results={results or tmp_path}"]
+        command = [sys.executable, str(ROOT / "train.py"), *arguments, *small, *place]
+        return Finished(subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600))
+
+    return run

@@ -1,0 +1,53 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from experiments.errors import ConfigurationError
+from experiments.seeds import fan_out, parse_seeds
+
+
+@pytest.mark.parametrize(
+    ("value", "seeds"),
+    [
+        (3, [3]),
+        ("3", [3]),
+        ("0..2", [0, 1, 2]),
+        ("4..4", [4]),
+        ([0, 2, 5], [0, 2, 5]),
+        (["0..1", 7], [0, 1, 7]),
+    ],
+)
+def test_the_three_forms(value, seeds):
+    assert parse_seeds(value) == seeds
+
+
+@pytest.mark.parametrize(
+    "value", ["9..0", "a..b", "1..", "..3", "1...3", "", "x", -1, 1.5, None, True, [], [1, 1], [None]]
+)
+def test_anything_else_is_one_clear_line(value):
+    with pytest.raises(ConfigurationError) as error:
+        parse_seeds(value)
+    assert "seed" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_backward_range_says_what_to_write():
+    with pytest.raises(ConfigurationError, match=r"write seed=0\.\.9"):
+        parse_seeds("9..0")
+
+
+@given(st.integers(0, 50), st.integers(0, 50))
+def test_both_ends_are_included(a, b):
+    low, high = min(a, b), max(a, b)
+    assert parse_seeds(f"{low}..{high}") == list(range(low, high + 1))
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_multirun_sweeps_over_single_seeds(flag):
+    assert fan_out([flag, "+experiment=a,b", "seed=0..3"]) == [flag, "+experiment=a,b", "seed=0,1,2,3"]
+    assert fan_out([flag, "seed=[0,2,5]"]) == [flag, "seed=0,2,5"]
+    assert fan_out([flag, "seed=1,4..5"]) == [flag, "seed=1,4,5"]
+
+
+def test_one_process_keeps_its_seeds_together():
+    assert fan_out(["seed=0..3"]) == ["seed=0..3"]
