@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -88,7 +89,7 @@ def nudge(module: nn.Module, seed: int) -> str:
     flat = parameter.detach().reshape(-1)
     nonzero = flat.nonzero().flatten()
     index = int(nonzero[int(torch.randint(len(nonzero), (1,), generator=generator))])
-    position = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), parameter.shape))
+    position = tuple(int(i) for i in np.unravel_index(index, parameter.shape))
     with torch.no_grad():
         parameter[position] = torch.nextafter(flat[index], flat[index] * torch.inf)
     return f"{name}[{index}]"

@@ -21,7 +21,10 @@ def make_deterministic(device: torch.device, *, tf32: bool = False, threads: int
         torch.set_num_threads(threads)
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # as use_deterministic_algorithms(True, warn_only=True), which would import torch's compiler: 2.5 s
+    torch.set_deterministic_debug_mode("warn")
+    # filling fresh memory with NaN shows reads of it, at the price of another pass over every tensor
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.deterministic = True
     torch.backends.cuda.matmul.allow_tf32 = tf32

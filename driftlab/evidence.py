@@ -178,13 +178,15 @@ def float32_start(records: Sequence[SeedRecord], role: str, same_function: bool 
 
 
 def _start_ratio(record: SeedRecord, role: str) -> float | None:
-    arm, reference, control = f"{role}.float32", "reference.float32", "control.float32"
-    ratios = []
+    def at_start(kind: str, name: str) -> float | None:
+        jumps = kind == "gradient_distance" and record.series("sign_flips", name).get(0, 0)
+        return None if jumps else record.series(kind, name).get(0)
+
+    arm, ratios = f"{role}.float32", []
     for kind, _ in PASSES[:2]:
-        if kind == "gradient_distance" and record.series("sign_flips", arm).get(0, 0):
-            continue
-        value = record.series(kind, arm).get(0)
-        yardsticks = [record.series(kind, a).get(0, 0.0) for a in (control, reference) if a != arm]
+        value = at_start(kind, arm)
+        others = (at_start(kind, a) for a in ("control.float32", "reference.float32") if a != arm)
+        yardsticks = [other for other in others if other is not None]
         if value is not None:
             ratios.append(value / max(UNIT_ROUND_OFF["float32"], *yardsticks))
     return max(ratios, default=None)

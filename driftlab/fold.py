@@ -19,7 +19,7 @@ from driftlab.fold_given import Tensors, given_fold
 from driftlab.fold_layout import FoldError, NamedTensors, named_tensors
 from driftlab.fold_search import place_by_name, place_by_value
 from driftlab.fold_tags import positions_by_tags
-from driftlab.fold_views import Gathered, Placement
+from driftlab.fold_views import Gathered, Joined, Placement, View
 
 __all__ = ["Fold", "FoldError", "find_fold"]
 
@@ -127,7 +127,7 @@ def _found(assignment: Assignment, notes: list[str]) -> Fold:
     elements = Counter({"tags": 0, "value": 0, "name": 0})
     for name, how in assignment.how.items():
         elements[how] += assignment.mine[name].numel()
-    unused = tuple(n for n, t in assignment.theirs.items() if t.numel() and bool(assignment.free_of(n).all()))
+    unused = tuple(name for name in assignment.theirs if name not in assignment.touched)
     passed = all(name == source for name, p in placements.items() for source in p.sources if _is_whole(p))
     return Fold(
         _Read(placements, assignment.layout.shapes),
@@ -174,10 +174,11 @@ def _remarks(assignment: Assignment) -> list[str]:
     by_name = [name for name in assignment.mine if assignment.how.get(name) == "name"]
     if by_name:
         notes.append(f"placed by name only, for the values differ: {_listed(by_name)}")
-    for source, shape in assignment.layout.shapes.items():
-        free = assignment.free_of(source)
-        if free.any() and not free.all():
-            notes.append(f"{source} {list(shape)}: {int(free.sum())} of its elements are taken for nothing")
+    for source in assignment.theirs:
+        free = int(assignment.free_of(source).sum()) if source in assignment.touched else 0
+        if free:
+            shape = list(assignment.layout.shapes[source])
+            notes.append(f"{source} {shape}: {free} of its elements are taken for nothing")
     reordered = any(_is_reordered(p) for p in assignment.placed.values())
     constant = [n for n in assignment.mine if n in assignment.constant and assignment.how.get(n) == "value"]
     constant = [name for name in constant if assignment.mine[name].numel() > 1]
@@ -189,11 +190,13 @@ def _remarks(assignment: Assignment) -> list[str]:
 
 
 def _is_whole(placed: Placement) -> bool:
-    return not isinstance(placed, Gathered) and len(placed.views) == 1 and placed.views[0].whole
+    return isinstance(placed, View) and placed.whole
 
 
 def _is_reordered(placed: Placement) -> bool:
-    return isinstance(placed, Gathered) or any(view.index is not None for view in placed.views)
+    if isinstance(placed, Joined):
+        return any(map(_is_reordered, placed.pieces))
+    return isinstance(placed, Gathered) or placed.index is not None
 
 
 def _listed(names: list[str]) -> str:

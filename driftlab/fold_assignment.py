@@ -20,6 +20,7 @@ class Assignment:
         placed: reference name -> how to read it.
         how: reference name -> "tags", "value" or "name".
         free: for every position in the layout, whether nothing was taken from it yet.
+        touched: the candidate's tensors that something was taken from.
     """
 
     def __init__(self, reference: NamedTensors, candidate: NamedTensors):
@@ -31,6 +32,7 @@ class Assignment:
         self.placed: dict[str, Placement] = {}
         self.how: dict[str, str] = {}
         self.free = torch.ones(self.layout.size, dtype=torch.bool)
+        self.touched: set[str] = set()
         self._rank = {name: rank for rank, name in enumerate(self.mine)}
         self._rank_of_theirs = {name: rank for rank, name in enumerate(self.theirs)}
 
@@ -43,13 +45,15 @@ class Assignment:
             return False
         self.placed[name], self.how[name] = built, how
         self.free[positions] = False
+        self.touched.update(built.sources)
         return True
 
     def place_whole(self, name: str, source: str, how: str) -> None:
         """Take ``name`` from a candidate tensor of its shape, unless that is in use for another."""
-        if name in self.candidate.aliases or bool(self.free_of(source).all()):
+        if name in self.candidate.aliases or source not in self.touched:
             self.placed[name], self.how[name] = whole(source, self.layout.shapes[source]), how
             self.free_of(source).fill_(False)
+            self.touched.add(source)
 
     def missing(self, dtype: torch.dtype | None = None) -> list[str]:
         """Reference tensors without a place; with ``dtype``, those to be sought among tensors of it."""
@@ -61,7 +65,8 @@ class Assignment:
 
     def unused(self, dtype: torch.dtype) -> list[str]:
         """Candidate tensors of ``dtype`` of which something is free, in the order of definition."""
-        return [n for n, t in self.theirs.items() if t.dtype == dtype and bool(self.free_of(n).any())]
+        same = [name for name, tensor in self.theirs.items() if tensor.dtype == dtype and tensor.numel()]
+        return [name for name in same if name not in self.touched or bool(self.free_of(name).any())]
 
     def free_of(self, source: str) -> Tensor:
         """The part of ``free`` that belongs to a candidate tensor, in its shape."""

@@ -97,12 +97,14 @@ def _sources(
     leaves = {
         n: torch.zeros(t.shape, device=t.device, requires_grad=True) for n, t in candidate.tensors.items()
     }
-    with torch.enable_grad():
-        folded = _called(fold, _with_aliases(candidate, leaves))
-    sources = {}
+    sources = {name: frozenset(leaves) for name in outputs}
+    try:
+        with torch.enable_grad():
+            folded = _called(fold, _with_aliases(candidate, leaves))
+    except FoldError:  # it looks at the values, and takes offence at zeros
+        return sources
     for name, theirs in outputs.items():
-        sources[name] = frozenset(leaves)
-        if folded[theirs].requires_grad:
+        if theirs in folded and folded[theirs].requires_grad:
             gradients = torch.autograd.grad(folded[theirs].sum(), list(leaves.values()), allow_unused=True)
             sources[name] = frozenset(n for n, g in zip(leaves, gradients, strict=True) if g is not None)
     return sources

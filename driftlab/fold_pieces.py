@@ -1,4 +1,4 @@
-"""Finding tensors whose values tell them apart in pieces of the candidate's, or in another order of dimensions."""
+"""Finding tensors whose values tell them apart, in pieces or with their dimensions in another order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def place_permuted(assignment: Assignment, dtype: torch.dtype) -> None:
     by_hash: dict[int, list[str]] = {}
     for source in assignment.unused(dtype):
         tensor = assignment.theirs[source]
-        if tensor.numel() in sizes and bool(assignment.free_of(source).all()):
+        if tensor.numel() in sizes and source not in assignment.touched:
             by_hash.setdefault(shuffled_hash(tensor), []).append(source)
     for name in distinct(assignment, dtype) if by_hash else []:
         mine, distances = assignment.mine[name].to(dtype), assignment.distances(name)
@@ -91,10 +91,32 @@ def _place_slice_by_slice(assignment: Assignment, name: str, target: Slices, poo
 
 
 def _free_slices(assignment: Assignment, slices: Slices) -> Tensor:
-    free = assignment.free_of(slices.source)
-    if bool(free.all()):
+    if slices.source not in assignment.touched:
         return torch.ones(len(slices.hashes), dtype=torch.bool)
-    return cut(free, slices.order).all(dim=1)
+    return cut(assignment.free_of(slices.source), slices.order).all(dim=1)
+
+
+def place_blocks(assignment: Assignment, dtype: torch.dtype) -> None:
+    """Find tensors that were cut along several dimensions at once: all blocks in their place, or none."""
+    for name in _plausible(assignment, dtype, distinct(assignment, dtype)):
+        mine, distances = assignment.mine[name].to(dtype), assignment.distances(name)
+        positions = torch.full_like(mine, -1, dtype=torch.int64)
+        for source in sorted(assignment.unused(dtype), key=distances.__getitem__):
+            _fill_block(assignment, mine, source, positions)
+        if bool((positions >= 0).all()):
+            assignment.place(name, positions, "value")
+
+
+def _fill_block(assignment: Assignment, mine: Tensor, source: str, positions: Tensor, tries: int = 8) -> None:
+    block = assignment.theirs[source]
+    inside = block.dim() == mine.dim() and all(b <= m for b, m in zip(block.shape, mine.shape, strict=True))
+    if not inside or source in assignment.touched:
+        return
+    for corner in (mine == block.reshape(-1)[0]).nonzero()[:tries].tolist():
+        window = tuple(slice(c, c + size) for c, size in zip(corner, block.shape, strict=True))
+        if torch.equal(mine[window], block) and bool((positions[window] < 0).all()):
+            positions[window] = assignment.layout.positions(source)
+            return
 
 
 def _plausible(assignment: Assignment, dtype: torch.dtype, names: list[str]) -> list[str]:

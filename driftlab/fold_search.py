@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from driftlab.fold_assignment import Assignment, same_values
-from driftlab.fold_pieces import distinct, place_permuted, place_slices
+from driftlab.fold_pieces import distinct, place_blocks, place_permuted, place_slices
 from driftlab.fold_slices import whole_hash
 
 
@@ -42,6 +42,7 @@ def _place_distinct(assignment: Assignment, dtype: torch.dtype) -> None:
     _place_whole(assignment, dtype, distinct(assignment, dtype))
     place_permuted(assignment, dtype)
     place_slices(assignment, dtype)
+    place_blocks(assignment, dtype)
 
 
 def _place_constant(assignment: Assignment, dtype: torch.dtype) -> None:
@@ -62,7 +63,7 @@ def _place_whole(assignment: Assignment, dtype: torch.dtype, names: list[str]) -
     sizes = {size for size, _ in groups}
     for source in assignment.unused(dtype):
         tensor = assignment.theirs[source]
-        if tensor.numel() in sizes and bool(assignment.free_of(source).all()):
+        if tensor.numel() in sizes and source not in assignment.touched:
             key = tensor.numel(), whole_hash(tensor)
             groups.get(key, ([], []))[1].append(source)
     for mine, theirs in sorted(groups.values(), key=lambda group: len(group[0]) * len(group[1])):
@@ -89,21 +90,21 @@ def _pair(assignment: Assignment, mine: list[str], theirs: list[str]) -> None:
 
 
 def _place_beside_weight(assignment: Assignment, name: str) -> None:
-    """Take a constant bias [n] from where the slices along dim 0 of the weight beside it came from."""
+    """Take a constant bias [n] from beside where the n slices of the weight that it belongs to came from."""
     weight = assignment.placed.get(name.removesuffix("bias") + "weight")
     if weight is None or assignment.mine[name].dim() != 1:
         return
     # Reading the weight out of positions instead of values tells where its elements come from.
     positions = weight.take({source: assignment.layout.positions(source) for source in weight.sources})
-    if positions.dim() == 0 or len(positions) != len(assignment.mine[name]):
-        return
-    biases = torch.full((len(positions),), -1)
-    for source, shape in weight.sources.items():
-        local = positions.flatten(1) - assignment.layout.starts[source]
-        owned = (local >= 0) & (local < math.prod(shape))
-        _fill_biases(assignment, source.removesuffix("weight") + "bias", shape, local, owned, biases)
-    if bool((biases >= 0).all()):
-        assignment.place(name, biases, "value")
+    count = len(assignment.mine[name])
+    for dim in (dim for dim, size in enumerate(positions.shape) if size == count):
+        rows, biases = positions.movedim(dim, 0).reshape(count, -1), torch.full((count,), -1)
+        for source, shape in weight.sources.items():
+            local = rows - assignment.layout.starts[source]
+            owned = (local >= 0) & (local < math.prod(shape))
+            _fill_biases(assignment, source.removesuffix("weight") + "bias", shape, local, owned, biases)
+        if bool((biases >= 0).all()) and assignment.place(name, biases, "value"):
+            return
 
 
 def _fill_biases(

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 # One more dimension, of size 1: along it the whole tensor is a single slice.
 WHOLE = -1
 
@@ -87,12 +86,12 @@ def ways_to_cut(
     Args:
         dims: those to cut along; None for all.
         lengths: of the slices; None for any.
-        every_order: the other dimensions in any order, instead of as they are; then WHOLE is left out.
+        every_order: the other dimensions in any order, instead of as they are.
     """
     mixed, count = _mixed(tensor), tensor.numel()
     real = [dim for dim, size in enumerate(tensor.shape) if size > 1]
     ones = [dim for dim, size in enumerate(tensor.shape) if size == 1]
-    for along in real if every_order else [WHOLE, *real]:
+    for along in [WHOLE, *real]:
         length = count if along == WHOLE else count // tensor.shape[along]
         if (dims is not None and along not in dims) or (lengths is not None and length not in lengths):
             continue
@@ -170,7 +169,8 @@ def _mixed(tensor: Tensor) -> Tensor:
         return tensor.to(torch.int64)
     bits = (tensor.double() + 0.0).view(torch.int64)
     # Numbers that came from float32 have no bits at the low end, where multiplication keeps most of them.
-    return bits ^ (bits >> 32)
+    bits ^= bits >> 32
+    return bits
 
 
 def _hash(rows: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -43,6 +44,11 @@ class View:
         self.whole = same and all(size == 1 or stride == expected for size, stride, expected in dense)
 
     @property
+    def sources(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of the candidate tensors that it reads."""
+        return {self.source: self.source_shape}
+
+    @property
     def result(self) -> tuple[int, ...]:
         """The shape of what ``take`` returns."""
         if self.index is None:
@@ -53,7 +59,7 @@ class View:
         tensor = tensors[self.source]
         if self.whole:
             return tensor
-        flat = tensor.reshape(-1)
+        flat = tensor.contiguous().view(-1)  # reshape(-1) may give a view with gaps
         seen = flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.start)
         if self.index is None:
             return seen
@@ -63,21 +69,26 @@ class View:
 
 @dataclass(eq=False)
 class Joined:
-    """Views end to end along a dimension; those whose source is not given count as zero."""
+    """Views, or joined views, end to end along a dimension; what is not given counts as zero."""
 
     dim: int
-    views: tuple[View, ...]
+    pieces: tuple[View | Joined, ...]
 
     @property
     def sources(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the candidate tensors that it reads."""
-        return {view.source: view.source_shape for view in self.views}
+        return {name: shape for piece in self.pieces for name, shape in piece.sources.items()}
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        shapes = [piece.result for piece in self.pieces]
+        return tuple(sum(s[d] for s in shapes) if d == self.dim else n for d, n in enumerate(shapes[0]))
 
     def take(self, tensors: Tensors) -> Tensor:
-        if len(self.views) == 1:
-            return self.views[0].take(tensors)
-        some = next(tensors[view.source] for view in self.views if view.source in tensors)
-        pieces = [v.take(tensors) if v.source in tensors else some.new_zeros(v.result) for v in self.views]
+        some = next(tensors[name] for name in self.sources if name in tensors)
+        pieces = [
+            some.new_zeros(p.result) if tensors.keys().isdisjoint(p.sources) else p.take(tensors)
+            for p in self.pieces
+        ]
         return torch.cat(pieces, dim=self.dim)
 
 
@@ -97,39 +108,43 @@ class Gathered:
         return torch.cat(flat)[self.index]
 
 
-Placement = Joined | Gathered
+Placement = View | Joined | Gathered
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def whole(name: str, shape: tuple[int, ...]) -> Joined:
+def whole(name: str, shape: tuple[int, ...]) -> View:
     """The candidate tensor as it stands."""
-    return Joined(0, (View(name, shape, shape, contiguous_strides(shape), 0),))
+    return View(name, shape, shape, contiguous_strides(shape), 0)
 
 
 def placement(positions: Tensor, layout: Layout) -> Placement:
     """How to read a reference tensor, given the position of each of its elements, int64 in its shape."""
     owners = layout.owners(positions)
-    for dim in range(max(positions.dim(), 1)):
-        cuts = _cuts(owners, dim)
-        if cuts is not None and len(cuts) <= MOST_PIECES:
-            chunks = positions.split(cuts, dim) if len(cuts) > 1 else (positions,)
-            views = [_view(chunk, layout) for chunk in chunks]
-            if all(views):
-                return Joined(dim, tuple(views))
-    return _gathered(positions, owners, layout)
+    return _joined(positions, owners, layout) or _gathered(positions, owners, layout)
 
 
-def _cuts(owners: Tensor, dim: int) -> list[int] | None:
-    """Sizes along ``dim`` of the runs that come from one tensor; None where a slice mixes several."""
-    if owners.dim() == 0:
-        return [1]
+def _joined(positions: Tensor, owners: Tensor, layout: Layout) -> Joined | View | None:
+    """Views, cut along one dimension after the other until each has one source; None if one is no view."""
+    if bool((owners == owners.reshape(-1)[0]).all()):
+        return _view(positions, layout)
+    for dim in range(positions.dim()):
+        sizes = _runs(owners, dim)
+        if 1 < len(sizes) <= MOST_PIECES:
+            chunks = zip(positions.split(sizes, dim), owners.split(sizes, dim), strict=True)
+            pieces = [_joined(*chunk, layout) for chunk in chunks]
+            return Joined(dim, tuple(pieces)) if all(pieces) else None
+    return None
+
+
+def _runs(owners: Tensor, dim: int) -> list[int]:
+    """Sizes along ``dim`` of the runs of slices that come from the same tensors."""
     rows = owners.movedim(dim, 0).reshape(owners.shape[dim], -1)
-    if (rows != rows[:, :1]).any():
-        return None
-    return torch.unique_consecutive(rows[:, 0], return_counts=True)[1].tolist()
+    changes = (rows[1:] != rows[:-1]).any(dim=1).nonzero().flatten() + 1
+    bounds = [0, *changes.tolist(), len(rows)]
+    return [stop - start for start, stop in pairwise(bounds)]
 
 
 def _view(positions: Tensor, layout: Layout) -> View | None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scipy.stats import binomtest
-
 
 def mcnemar_exact(first: Sequence[bool], second: Sequence[bool]) -> float:
     """The two-sided p-value of McNemar's exact test on paired yes/no outcomes.
@@ -16,4 +14,8 @@ def mcnemar_exact(first: Sequence[bool], second: Sequence[bool]) -> float:
     only_first = sum(a and not b for a, b in zip(first, second, strict=True))
     only_second = sum(b and not a for a, b in zip(first, second, strict=True))
     discordant = only_first + only_second
-    return float(binomtest(only_first, discordant, 0.5).pvalue) if discordant else 1.0
+    if not discordant:
+        return 1.0
+    from scipy.stats import binomtest  # takes a second to import, and most runs have no pair that disagrees
+
+    return float(binomtest(only_first, discordant, 0.5).pvalue)

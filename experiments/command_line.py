@@ -6,7 +6,7 @@ import difflib
 import re
 from pathlib import Path
 
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -91,6 +91,8 @@ def explain(error: Exception) -> str | None:
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
+    if isinstance(error, OverrideParseException):
+        return f"{error.override} cannot be read: {str(error).splitlines()[0]}"
     misspelt = re.search(r"Could not override '([^']+)'", text)
     if misspelt:
         return f"{misspelt[1]} is no setting: {_instead(misspelt[1], settings(), every=False)}"

@@ -23,6 +23,7 @@ class MetricsLogger:
         makers = {"wandb": _wandb, "tensorboard": _tensorboard, "csv": _csv, "none": lambda *_: None}
         if self.kind not in makers:
             raise ConfigurationError(f"logger={self.kind} is unknown: choose from {', '.join(makers)}")
+        os.environ.setdefault("WANDB_SILENT", "true")  # before anybody imports wandb
         self._make = partial(makers[self.kind], settings, digest, seed, home)
 
     @cached_property
@@ -51,7 +52,6 @@ class MetricsLogger:
 
 
 def _wandb(settings: DictConfig, digest: str, seed: int, home: Path):
-    os.environ.setdefault("WANDB_SILENT", "true")
     import wandb
     from lightning.pytorch.loggers import WandbLogger
 

@@ -1,6 +1,6 @@
 """What lockstep costs over the same arms trained alone by bare loops, and how long the commands take.
 
-    python scripts/benchmark.py [--repeats 5] [--data cifar10] [--scale small]
+    python scripts/benchmark.py [--repeats 5] [--data cifar10] [--scale small] [SETTING=VALUE ...]
 
 Each repetition times both sides one after the other, in turns, in this process, on the same machine state:
 the ratio is taken within it, and the median over the repetitions is printed. The bare loop does forward,
@@ -97,19 +97,19 @@ def _wait(lockstep: Lockstep) -> None:
 
 
 def compare(settings: DictConfig, images: Images, repeats: int) -> tuple[list[float], float]:
-    """The ratios of ``repeats`` pairs, each after the order of the last was turned round, and bare seconds."""
+    """The ratios of ``repeats`` pairs, in turns the one or the other side first, and the bare seconds."""
     ratios, bare = [], []
     for repeat in range(repeats + 1):
         with tempfile.TemporaryDirectory() as folder:
-            sides = [
-                lambda: lockstep_seconds(settings, images, Path(folder)),
-                lambda: bare_seconds(settings, images),
-            ]
-            order = (0, 1) if repeat % 2 else (1, 0)
+            sides = {
+                "lockstep": lambda home=Path(folder): lockstep_seconds(settings, images, home),
+                "bare": lambda: bare_seconds(settings, images),
+            }
+            order = ("lockstep", "bare") if repeat % 2 else ("bare", "lockstep")
             seconds = {side: sides[side]() for side in order}
         if repeat:  # the first pair warms up
-            ratios.append(seconds[0] / seconds[1])
-            bare.append(seconds[1])
+            ratios.append(seconds["lockstep"] / seconds["bare"])
+            bare.append(seconds["bare"])
     return ratios, median(bare)
 
 
@@ -132,10 +132,11 @@ def main() -> None:
     parser.add_argument("--scale", default="small")
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--logger", default="wandb")
+    parser.add_argument("overrides", nargs="*", help="settings as for train.py, for example steps=40")
     options = parser.parse_args()
     common = [f"scale={options.scale}", f"data={options.data}", f"logger={options.logger}"]
     for name, overrides in CASES.items():
-        settings = settings_of([*common, *overrides])
+        settings = settings_of([*common, *options.overrides, *overrides])
         images = load_images(settings, Terminal())
         ratios, bare = compare(settings, images, options.repeats)
         spread = f"{min(ratios):.3f}..{max(ratios):.3f}"

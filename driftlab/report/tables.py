@@ -89,7 +89,7 @@ def outcomes(records: Sequence[SeedRecord], judgement: Judgement) -> list[dict]:
 def _outcome(record: SeedRecord, arm: str, judged: Mapping) -> dict:
     blew_up = blown_up_at(record, arm)
     fell_over = judged.get("fell_over", {}).get(arm, {}).get(record.seed)
-    word = {True: "fell over", False: "trained", None: "finished"}[fell_over]
+    word = {True: "fell over", False: "finished", None: "finished"}[fell_over]
     if blew_up is not None:
         word = f"blew up at step {blew_up}"
     return {
@@ -107,13 +107,13 @@ def _last(series: Mapping[int, float]) -> float | None:
 
 
 def outcome_summary(rows: Sequence[Mapping]) -> list[dict[str, str]]:
-    """Over all seeds, an entry an arm: how many trained, and the medians of the rest."""
+    """Over all seeds, an entry an arm: how many finished, and the medians of the rest."""
     summary = []
     for cells in zip(*(row["arms"] for row in rows), strict=True):
         present = [c for c in cells if c["word"] != MISSING]
         good = sum(not c["bad"] for c in present)
         middle = {key: _median(c[key] for c in present) for key in ("loss", "accuracy", "disagreement")}
-        word = f"{good} of {len(present)} trained"
+        word = f"{good} of {len(present)} finished"
         summary.append({"arm": cells[0]["arm"], "word": word, "bad": False, **middle})
     return summary
 

@@ -34,7 +34,7 @@ def record(
     arms=ARMS,
     evals=None,
 ):
-    """Curves of one seed: distances in units of round-off that grow tenfold in ten steps, saturating at 0.5."""
+    """Curves of one seed: distances in units of round-off, growing tenfold in ten steps up to 0.5."""
 
     def distance(arm, step):
         role, dtype = arm.split(".")

@@ -38,7 +38,7 @@ def folder_of(results: Path) -> Path:
 
 
 def kill_after(results: Path, data: str, patience: float) -> bool:
-    """Start the run, wait until it trains and ``patience`` seconds more, and kill it; False where it had ended."""
+    """Start the run, let it train for ``patience`` seconds, kill it; False where it had ended before."""
     before = {p: p.stat().st_mtime_ns for p in results.rglob("*.safetensors")}
     process = subprocess.Popen(
         command(results, data), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, cwd=ROOT

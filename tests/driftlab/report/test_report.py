@@ -133,13 +133,13 @@ def test_a_hundred_long_seeds_are_drawn_as_bands(tmp_path, make_seed):
     horizons = {"float64": steps[-1], "float32": steps[-1]}
     text = page(tmp_path, [make_seed(tmp_path, s, horizons=horizons, steps=steps) for s in range(100)])
     assert "median of 100 seeds" in text
-    assert "100 of 100 trained" in text
+    assert "100 of 100 finished" in text
     assert len(text) < 1_000_000
 
 
 def test_blow_ups_are_shown_and_counted(tmp_path, ten):
     text = page(tmp_path, ten)
-    for part in ("blew up at step 57", "9 of 10 trained", "candidate.float32 in 1 of 10 seeds"):
+    for part in ("blew up at step 57", "9 of 10 finished", "candidate.float32 in 1 of 10 seeds"):
         assert part in text
 
 
@@ -147,7 +147,7 @@ def test_blow_ups_are_shown_and_counted(tmp_path, ten):
 def test_every_arm_may_blow_up(tmp_path, make_seed, step):
     text = page(tmp_path, [make_seed(tmp_path, s, blown=dict.fromkeys(EVERY_ARM, step)) for s in range(2)])
     assert f"blew up at step {step}" in text
-    assert "0 of 2 trained" in text
+    assert "0 of 2 finished" in text
 
 
 def test_zero_distances_are_drawn_and_said(tmp_path, make_seed):
