@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -19,7 +20,11 @@ def relative_distance(a: Tensor, b: Tensor) -> Tensor:
 
 def flat(tensors: Iterable[Tensor]) -> Tensor:
     """All entries in one float64 vector: one copy, whatever the dtypes."""
-    vectors = [t.detach().reshape(-1) for t in tensors]
+    return joined([t.detach().reshape(-1) for t in tensors])
+
+
+def joined(vectors: list[Tensor]) -> Tensor:
+    """One-dimensional tensors, end to end, in one float64 vector."""
     if not vectors:
         return torch.zeros(0, dtype=torch.float64)
     out = torch.empty(sum(v.numel() for v in vectors), dtype=torch.float64, device=vectors[0].device)
@@ -31,48 +36,87 @@ def outputs_as_vector(outputs: object) -> Tensor:
     return flat(t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point())
 
 
-def _zero_where_missing(parameters: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {
-        n: p.grad if p.grad is not None else torch.zeros_like(p) for n, p in parameters if p.requires_grad
-    }
+def _gradients(arm: Arm) -> dict[str, Tensor]:
+    """The gradients, zero where there is none, of the parameters that are trained."""
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in arm.trained.items()}
 
 
 KINDS: Mapping[str, Callable[[Arm], dict[str, Tensor]]] = {
-    "weight": lambda arm: dict(arm.module.named_parameters()),
-    "gradient": lambda arm: _zero_where_missing(arm.module.named_parameters()),
-    "buffer": lambda arm: {n: b for n, b in arm.module.named_buffers() if b.is_floating_point()},
+    "weight": lambda arm: arm.parameters,
+    "gradient": _gradients,
+    "buffer": lambda arm: arm.buffers,
 }
 
 
-class Folded:
-    """What the arms hold at one step, each folded once, since several are compared with the same one."""
+class Layout:
+    """How an arm's tensors of one kind become one vector in the reference's order.
 
-    def __init__(self) -> None:
-        self._tensors: dict[tuple[str, str], Mapping[str, Tensor]] = {}
-        self._vectors: dict[tuple[str, str], Tensor] = {}
+    A fold moves entries and computes nothing, so it is read off once, by folding serial numbers, and is
+    then one gather. A fold that does compute (somebody's own) is called each time instead.
+
+    Attributes:
+        names: the reference's tensors that the vector holds, in its order.
+    """
+
+    def __init__(self, arm: Arm, kind: str):
+        self.arm, self.kind = arm, kind
+        tensors = KINDS[kind](arm)
+        starts = itertools.accumulate((t.numel() for t in tensors.values()), initial=0)
+        numbered = {
+            name: torch.arange(start, start + t.numel(), dtype=torch.float64, device=t.device).view(t.shape)
+            for (name, t), start in zip(tensors.items(), starts, strict=False)
+        }
+        folded = arm.fold(numbered)
+        self.names = list(folded)
+        numbers = flat(folded.values())
+        # a function that is not linear with coefficients 0 and 1 gives something else for other numbers
+        mixed = {name: torch.sin(t + 1) for name, t in numbered.items()}
+        self.moves = torch.equal(flat(arm.fold(mixed).values()), torch.sin(numbers + 1))
+        self.order = numbers.long()
+        # weights and buffers are updated in place, so views of them stay valid; gradients come anew
+        still = kind != "gradient" and all(t.is_contiguous() for t in tensors.values())
+        self._views = [t.detach().view(-1) for t in tensors.values()] if still else []
+        self.in_order = torch.equal(numbers, flat(numbered.values()))
+
+    def vector(self) -> Tensor:
+        """The arm's tensors as they are now, folded, in one float64 vector."""
+        tensors = KINDS[self.kind](self.arm)
+        if not self.moves:
+            return flat(self.arm.fold(tensors).values())
+        vector = joined(self._views) if self._views else flat(tensors.values())
+        return vector if self.in_order else vector.index_select(0, self.order)
+
+
+class Folded:
+    """The arms' vectors at one step, each made once, since several arms are compared with the same one."""
+
+    def __init__(self, layouts: dict[tuple[str, str], Layout]):
+        self._layouts, self._vectors = layouts, {}
 
     def distance(self, arm: Arm, kind: str) -> Tensor | None:
         """The relative distance of ``arm`` from its against over the tensors that both have.
 
         ``kind`` is a key of ``KINDS``. A float64 scalar on the device; None where the two share no tensor.
         """
-        mine, theirs = self.tensors(arm, kind), self.tensors(arm.against, kind)
-        if mine.keys() == theirs.keys() and list(mine) == list(theirs):
+        mine, theirs = self._layout(arm, kind), self._layout(arm.against, kind)
+        if mine.names == theirs.names:
             return (
-                relative_distance(self._vector(arm, kind), self._vector(arm.against, kind)) if mine else None
+                relative_distance(self._vector(arm, kind), self._vector(arm.against, kind))
+                if mine.names
+                else None
             )
-        names = [n for n in theirs if n in mine]
+        own, other = arm.fold(KINDS[kind](arm)), arm.against.fold(KINDS[kind](arm.against))
+        names = [name for name in theirs.names if name in own]
         if not names:
             return None
-        return relative_distance(flat(mine[n] for n in names), flat(theirs[n] for n in names))
+        return relative_distance(flat(own[n] for n in names), flat(other[n] for n in names))
 
-    def tensors(self, arm: Arm, kind: str) -> Mapping[str, Tensor]:
-        """The arm's weights, gradients or buffers under the reference's names and shapes."""
-        if (arm.name, kind) not in self._tensors:
-            self._tensors[arm.name, kind] = arm.fold(KINDS[kind](arm))
-        return self._tensors[arm.name, kind]
+    def _layout(self, arm: Arm, kind: str) -> Layout:
+        if (arm.name, kind) not in self._layouts:
+            self._layouts[arm.name, kind] = Layout(arm, kind)
+        return self._layouts[arm.name, kind]
 
     def _vector(self, arm: Arm, kind: str) -> Tensor:
         if (arm.name, kind) not in self._vectors:
-            self._vectors[arm.name, kind] = flat(self.tensors(arm, kind).values())
+            self._vectors[arm.name, kind] = self._layout(arm, kind).vector()
         return self._vectors[arm.name, kind]

@@ -87,6 +87,10 @@ class LockstepModule(lightning.LightningModule):
         optimizer.optimizer.next_step = step
         optimizer.step()
 
+    def transfer_batch_to_device(self, batch, device, dataloader_idx):
+        """The batches are made on the device."""
+        return batch
+
     def measure_last(self) -> None:
         """The row after the last update."""
         step = self.lockstep.steps
@@ -106,10 +110,7 @@ def trainer(steps: int, device: torch.device, **options) -> lightning.Trainer:
         devices=1,
         max_steps=steps,
         max_epochs=-1,
-        num_sanity_val_steps=0,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
+        barebones=True,
         use_distributed_sampler=False,
         **options,
     )

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from driftlab.arm import DTYPES, Arm
-from driftlab.distance import Folded, outputs_as_vector, relative_distance
-from driftlab.kinks import KinkRecorder, sign_flips
+from driftlab.distance import Folded, Layout, outputs_as_vector, relative_distance
+from driftlab.kinks import KinkSides, kink_sides, sign_flips
 
 Loss = Callable[[object, object], Tensor]
 Row = dict[str, float]
@@ -47,6 +47,13 @@ def evaluation_mode(module: nn.Module):
             submodule.training = training
 
 
+def _seed_random_layers(seed: int) -> None:
+    """As ``torch.manual_seed``, which keeps a stack trace a call for a GPU that nobody has started."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 class Lockstep:
     """Steps the arms together and keeps the rows of their curves.
 
@@ -65,6 +72,8 @@ class Lockstep:
     ):
         self.arms, self.loss, self.seed = list(arms), loss, seed
         self.rows: dict[int, Row] = {}
+        self.layouts: dict[tuple[str, str], Layout] = {}
+        self._sides: dict[str, KinkSides] = {}
         self._logged = logged or (lambda step: True)
         self._pending: list[tuple[int, list[str], Tensor]] = []
         device = next(self.arms[0].module.parameters()).device
@@ -85,7 +94,7 @@ class Lockstep:
         """Run every living arm on the batch, leave its gradients, and measure where the step is logged."""
         logged = self.is_logged(step)
         measured: dict[str, Tensor] = {}
-        seen: dict[str, tuple[Tensor, list[Tensor]]] = {}
+        seen: dict[str, tuple[Tensor, KinkSides]] = {}
         for arm in self.live(step):
             outputs, loss, sides = self._run(arm, step, inputs, targets, logged)
             measured[f"loss/{arm.name}"] = loss.detach()
@@ -124,18 +133,17 @@ class Lockstep:
         return torch.cat([p for p, _ in pairs]), torch.cat([y for _, y in pairs])
 
     def _run(self, arm: Arm, step: int, inputs: object, targets: object, logged: bool):
-        torch.manual_seed((self.seed << 32) + step)
+        _seed_random_layers((self.seed << 32) + step)
         arm.optimizer.zero_grad(set_to_none=True)
-        recorder = KinkRecorder() if logged else None
-        with recorder or nullcontext():
-            outputs = arm.module(cast(inputs, DTYPES[arm.dtype]))
+        outputs = arm.module(cast(inputs, DTYPES[arm.dtype]))
         loss = self.loss(outputs, cast(targets, DTYPES[arm.dtype]))
+        sides = None
+        if logged:
+            sides = self._sides[arm.name] = kink_sides(loss, self._sides.get(arm.name))
         loss.backward()
-        return outputs, loss, recorder.sides if recorder else []
+        return outputs, loss, sides
 
-    def _against_outputs(
-        self, arm: Arm, vector: Tensor, sides: list[Tensor], seen: dict
-    ) -> dict[str, Tensor]:
+    def _against_outputs(self, arm: Arm, vector: Tensor, sides: KinkSides, seen: dict) -> dict[str, Tensor]:
         if arm.against is None or arm.against.name not in seen:
             return {}
         vector_against, sides_against = seen[arm.against.name]
@@ -145,7 +153,7 @@ class Lockstep:
         return {column: value for column, value in measured.items() if value is not None}
 
     def _against_tensors(self, step: int) -> dict[str, Tensor]:
-        view, measured = Folded(), {}
+        view, measured = Folded(self.layouts), {}
         for arm in self.live(step):
             if arm.against is None or not arm.against.measured_at(step):
                 continue

@@ -98,7 +98,7 @@ class Recorder:
         self.lockstep.flush()
         images, view, row, seen = (
             list(self.batches.test_batches(self.eval_images, self.batches.batch_size)),
-            Folded(),
+            Folded(self.lockstep.layouts),
             {},
             {},
         )

@@ -129,7 +129,7 @@ def fit(lockstep: Lockstep, batches: Batches, recorder: Recorder, start: int) ->
     if start < lockstep.steps:
         with _quiet_lightning():
             runner = trainer(
-                lockstep.steps - start, batches.device, logger=False, callbacks=[Between(recorder)]
+                lockstep.steps - start, batches.device, callbacks=[Between(recorder)]
             )
             runner.fit(module, StepBatches(batches.batch, start, lockstep.steps))
     recorder.checkpoint(lockstep.steps)

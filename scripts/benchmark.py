@@ -4,7 +4,7 @@
 
 Each repetition times both sides one after the other, in turns, in this process, on the same machine state:
 the ratio is taken within it, and the median over the repetitions is printed. The bare loop does forward,
-backward and the optimizer's step on batches made beforehand, and nothing else.
+backward and the optimizer's step on its batches, and nothing else.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from omegaconf import DictConfig  # noqa: E402
 from driftlab.arm import DTYPES, Arm  # noqa: E402
 from driftlab.lockstep import Lockstep, cast  # noqa: E402
 from experiments.configuration import register_resolvers, resolve  # noqa: E402
+from experiments.data.batches import Batches  # noqa: E402
 from experiments.data.images import Images  # noqa: E402
 from experiments.loggers import MetricsLogger  # noqa: E402
 from experiments.recorder import Recorder  # noqa: E402
@@ -71,16 +72,15 @@ def lockstep_seconds(settings: DictConfig, images: Images, home: Path) -> float:
 
 
 def bare_seconds(settings: DictConfig, images: Images) -> float:
-    """The same arms one after the other."""
+    """The same arms one after the other, each fetching its own batches as it would alone."""
     lockstep, batches = build_lockstep(settings, images, 0)
-    made = [batches.batch(step) for step in range(lockstep.steps + 1)]
-    return sum(_bare_loop(arm, made, lockstep) for arm in lockstep.arms)
+    return sum(_bare_loop(arm, batches, lockstep) for arm in lockstep.arms)
 
 
-def _bare_loop(arm: Arm, made: list, lockstep: Lockstep) -> float:
+def _bare_loop(arm: Arm, batches: Batches, lockstep: Lockstep) -> float:
     dtype, began = DTYPES[arm.dtype], time.perf_counter()
     for step in range(arm.horizon + 1):
-        inputs, targets = made[step]
+        inputs, targets = batches.batch(step)
         arm.optimizer.zero_grad()
         lockstep.loss(arm.module(cast(inputs, dtype)), targets).backward()
         if step < arm.horizon:

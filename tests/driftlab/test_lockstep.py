@@ -11,7 +11,7 @@ from torch import nn
 
 from driftlab.arm import grow
 from driftlab.checkpoint import load_checkpoint, save_checkpoint
-from driftlab.kinks import KinkRecorder, sign_flips
+from driftlab.kinks import kink_sides, sign_flips
 from driftlab.lockstep import Lockstep
 from driftlab.logschedule import LogSchedule
 from driftlab.records import RecordError
@@ -132,16 +132,64 @@ def test_sign_flips_against_counting_one_by_one():
     winners = int((p != q).sum())
     recorded = []
     for m in (reference, moved):
-        with KinkRecorder() as kinks:
-            m(inputs)
-        recorded.append(kinks.sides)
+        recorded.append(kink_sides(m(inputs).sum()))
     assert flips + winners > 0
     assert float(sign_flips(*recorded)) == flips + winners
 
 
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [
+        (F.relu, torch.bool),
+        (lambda x: x.relu(), torch.bool),
+        (lambda x: (x * 1).relu_(), torch.bool),
+        (lambda x: nn.ReLU(inplace=True)(x * 1), torch.bool),
+        (F.leaky_relu, torch.bool),
+        (F.relu6, torch.bool),
+        (nn.PReLU(), torch.bool),
+        (lambda x: F.threshold(x, 0.0, 0.0), torch.bool),
+        (lambda x: F.max_pool2d(x, 2), torch.int64),
+        (nn.MaxPool2d(2), torch.int64),
+        (lambda x: F.max_pool1d(x[0], 2), torch.int64),
+        (nn.AdaptiveMaxPool2d(1), torch.int64),
+    ],
+)
+def test_kinks_are_seen_in_modules_and_functions_alike(call, dtype):
+    x = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    sides = kink_sides(call(x).sum())
+    if dtype == torch.bool:
+        assert torch.equal(sides.signs, (x > 0).flatten())
+    else:
+        (winners,) = sides.winners
+        assert winners.dtype == dtype
+
+
+def test_a_smooth_network_has_no_kinks():
+    smooth = nn.Sequential(nn.Linear(3, 4), nn.SiLU(), nn.Linear(4, 1))
+    sides = kink_sides(smooth(torch.randn(5, 3)).sum())
+    assert sides.shapes == ()
+    assert float(sign_flips(sides, sides)) == 0
+
+
+def test_kinks_come_in_the_order_of_the_forward_pass():
+    x = torch.randn(8, requires_grad=True)
+    first = F.relu(x)
+    second = F.relu(first - 0.5)
+    sides = kink_sides(first.sum() + second.sum() * 2)
+    assert torch.equal(sides.signs, torch.cat([x > 0, x > 0.5]))
+
+
+@pytest.mark.parametrize("size", range(1, 20))
+def test_flips_are_counted_exactly_whatever_the_size(size):
+    generator = torch.Generator().manual_seed(size)
+    x, y = (torch.randn(3, size, generator=generator, requires_grad=True) for _ in range(2))
+    flips = sign_flips(*(kink_sides(F.relu(t).sum()) for t in (x, y)))
+    assert float(flips) == int(((x > 0) != (y > 0)).sum())
+
+
 def test_kinks_of_other_shapes_cannot_be_paired():
-    assert sign_flips([torch.ones(3) > 0], [torch.ones(4) > 0]) is None
-    assert float(sign_flips([], [])) == 0
+    x = torch.randn(2, 6, requires_grad=True)
+    assert sign_flips(kink_sides(F.relu(x).sum()), kink_sides(F.relu(x[:, :3]).sum())) is None
 
 
 class Exploding(nn.Module):
