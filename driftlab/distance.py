@@ -61,7 +61,7 @@ class Layout:
     def __init__(self, arm: Arm, kind: str):
         self.arm, self.kind = arm, kind
         tensors = KINDS[kind](arm)
-        starts = itertools.accumulate((t.numel() for t in tensors.values()), initial=0)
+        starts = itertools.accumulate((t.numel() for t in tensors.values()), initial=1)
         numbered = {
             name: torch.arange(start, start + t.numel(), dtype=torch.float64, device=t.device).view(t.shape)
             for (name, t), start in zip(tensors.items(), starts, strict=False)
@@ -69,10 +69,10 @@ class Layout:
         folded = arm.fold(numbered)
         self.names = list(folded)
         numbers = flat(folded.values())
-        # a function that is not linear with coefficients 0 and 1 gives something else for other numbers
-        mixed = {name: torch.sin(t + 1) for name, t in numbered.items()}
-        self.moves = torch.equal(flat(arm.fold(mixed).values()), torch.sin(numbers + 1))
-        self.order = numbers.long()
+        # what adds or scales does not give the squares of its own results; a zero filled in is no serial
+        squares = flat(arm.fold({name: t * t for name, t in numbered.items()}).values())
+        self.moves = torch.equal(squares, numbers * numbers) and bool((numbers > 0).all())
+        self.order = numbers.long() - 1
         # weights and buffers are updated in place, so views of them stay valid; gradients come anew
         still = kind != "gradient" and all(t.is_contiguous() for t in tensors.values())
         self._views = [t.detach().view(-1) for t in tensors.values()] if still else []

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from statistics import median
 
 from driftlab.records import SeedRecord
-from driftlab.statistics import mcnemar_exact
 from driftlab.verdict import Evidence, Place, Verdict
 
 UNIT_ROUND_OFF = {"float32": 2.0**-24, "float64": 2.0**-53}
@@ -27,10 +26,6 @@ HALFWAY_BITS = 2.0**6.5
 # Below this float64 distance a rounding error does not reach a kink by chance: fewer than 1e8
 # pre-activations, at most about one unit of density each, make less than one flip in a hundred steps.
 NO_KINK_IN_REACH = 1e-10
-
-# A loss that ends at twice its initial value is worse than not to have trained; batches of one run differ
-# by less than that. The tenth of the rows at the end is taken, and its median.
-FALLEN = 2.0
 
 PASSES = (
     ("logit_distance", "forward"),
@@ -240,48 +235,6 @@ def evaluation(records: Sequence[SeedRecord], role: str) -> tuple[Evidence, Plac
     )
     verdict = Verdict.BUG if bad else Verdict.ROUND_OFF
     return Evidence("evaluation", question, ratio, HALFWAY, verdict, reading), place if bad else None
-
-
-def fell_over(record: SeedRecord, arm: str) -> bool:
-    """Whether an arm blew up (NaN or inf), or ended at more than ``FALLEN`` times the loss it began with."""
-    if record.run["arms"][arm]["blown_up_at"] is not None:
-        return True
-    losses = record.series("loss", arm)
-    steps = sorted(losses)
-    tail = [losses[s] for s in steps[-max(1, len(steps) // 10) :]]
-    return len(steps) > 1 and median(tail) > FALLEN * losses[steps[0]]
-
-
-def outcomes(records: Sequence[SeedRecord], role: str) -> dict:
-    """Who trained and who fell over, per seed, for the float32 arms, and the paired test."""
-    arms = [f"{r}.float32" for r in ("reference", role, "control")]
-    arms = [a for a in dict.fromkeys(arms) if all(a in r.run["arms"] for r in records)]
-    table = {arm: {record.seed: fell_over(record, arm) for record in records} for arm in arms}
-    reference = list(table.get("reference.float32", {}).values())
-    tests = {
-        a: mcnemar_exact(reference, list(t.values())) for a, t in table.items() if a != "reference.float32"
-    }
-    discordant = {
-        a: sum(x != y for x, y in zip(reference, t.values(), strict=True))
-        for a, t in table.items()
-        if a != "reference.float32"
-    }
-    return {"fell_over": table, "discordant": discordant, "mcnemar_p": tests}
-
-
-def stability(table: dict, role: str) -> Evidence:
-    """Does training itself fall over, and for the control as for the candidate?"""
-    fallen = {arm.split(".")[0]: sum(seeds.values()) for arm, seeds in table["fell_over"].items()}
-    n = max((len(seeds) for seeds in table["fell_over"].values()), default=0)
-    question = "Does the training fall over, and the reference and the control as well as the candidate?"
-    counts = ", ".join(f"{name} {count} of {n}" for name, count in fallen.items())
-    null = sum(count for name, count in fallen.items() if name != "candidate")
-    measured = float(sum(fallen.values()))
-    if not measured:
-        return Evidence("stability", question, 0.0, 0.0, None, f"nobody fell over in {n} seeds")
-    p = min(table["mcnemar_p"].values(), default=1.0)
-    reading = f"fell over: {counts}; paired test against the reference p = {p:.2g}"
-    return Evidence("stability", question, measured, 0.0, Verdict.UNSTABLE if null else None, reading)
 
 
 def _last_common(record: SeedRecord, arm: str, other: str) -> tuple[float, float] | None:

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from driftlab import evidence as ask
+from driftlab.outcomes import outcomes as outcomes_over_seeds
+from driftlab.outcomes import stability
 from driftlab.records import SeedRecord
 from driftlab.verdict import Evidence, Judgement, Place, Verdict
 
@@ -33,7 +35,7 @@ def judge(records: Sequence[SeedRecord], subject: str = "candidate") -> Judgemen
         return Judgement(Verdict.INCONCLUSIVE, "no seed has finished: run the same command again", [])
     pair, excess = ask.float64_pair(records, subject)
     evaluation, eval_place = ask.evaluation(records, subject)
-    outcomes = ask.outcomes(records, subject)
+    outcomes = outcomes_over_seeds(records, subject)
     place = _place(records, excess, eval_place)
     evidence = [
         ask.same_bits(records, subject),
@@ -42,7 +44,7 @@ def judge(records: Sequence[SeedRecord], subject: str = "candidate") -> Judgemen
         evaluation,
         ask.float32_start(records, subject, place is None),
         ask.drift(records, subject),
-        ask.stability(outcomes, subject),
+        stability(outcomes),
     ]
     found = {e.probe: e for e in evidence}
     verdict = _verdict(found, subject, place)

@@ -65,7 +65,7 @@ def _wandb(settings: DictConfig, digest: str, seed: int, home: Path):
         id=f"{digest}-{seed}",
         save_dir=home,
         offline=mode == "offline",
-        config=OmegaConf.to_container(settings) | {"seed": seed, "digest": digest},
+        config=_searchable(settings) | {"seed": seed, "digest": digest},
         settings=wandb.Settings(
             mode=mode, silent=True, console="off", disable_git=True, x_disable_meta=True, x_disable_stats=True
         ),
@@ -73,6 +73,14 @@ def _wandb(settings: DictConfig, digest: str, seed: int, home: Path):
     logger.experiment.define_metric("step")
     logger.experiment.define_metric("*", step_metric="step")
     return logger
+
+
+def _searchable(settings: DictConfig) -> dict:
+    """The settings less the paths of this machine."""
+    config = OmegaConf.to_container(settings)
+    config.pop("results")
+    config["data"].pop("root", None)
+    return config
 
 
 def _logged_in() -> bool:

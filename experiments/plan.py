@@ -38,16 +38,17 @@ def plan_lines(
 
 
 def seconds_per_seed(lockstep: Lockstep, inputs: object, targets: object, eval_images: int) -> float:
-    """How long a seed should take, from one timed step of the reference in each dtype, on copies.
+    """How long a seed should take, from a timed step of reference and candidate in each dtype, on copies.
 
-    Evaluation costs about a third of a step for each batch of images.
+    Evaluation costs about a third of a step for each batch of images; logging and writing a tenth in all.
     """
     total, batch = 0.0, len(targets)
-    for dtype in {arm.dtype for arm in lockstep.arms}:
-        arms = [a for a in lockstep.arms if a.dtype == dtype]
-        step = _timed_step(lockstep, arms[0], inputs, targets)
-        total += step * sum(a.horizon + 1 + eval_images / batch / 3 for a in arms)
-    return total
+    timed: dict[str, float] = {}
+    for arm in lockstep.arms:
+        step = timed.get(f"reference.{arm.dtype}") if arm.role == "control" else None
+        timed[arm.name] = step or _timed_step(lockstep, arm, inputs, targets)
+        total += timed[arm.name] * (arm.horizon + 1 + eval_images / batch / 3)
+    return 1.1 * total
 
 
 def _timed_step(lockstep: Lockstep, arm: Arm, inputs: object, targets: object) -> float:

@@ -128,9 +128,7 @@ def fit(lockstep: Lockstep, batches: Batches, recorder: Recorder, start: int) ->
     module = LockstepModule(lockstep, batches.batch)
     if start < lockstep.steps:
         with _quiet_lightning():
-            runner = trainer(
-                lockstep.steps - start, batches.device, callbacks=[Between(recorder)]
-            )
+            runner = trainer(lockstep.steps - start, batches.device, callbacks=[Between(recorder)])
             runner.fit(module, StepBatches(batches.batch, start, lockstep.steps))
     recorder.checkpoint(lockstep.steps)
     recorder.evaluate(lockstep.steps)

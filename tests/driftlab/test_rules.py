@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driftlab.evidence import first_flip, mcnemar_exact
+from driftlab.evidence import first_flip
 from driftlab.records import SeedRecord
 from driftlab.rules import judge
+from driftlab.statistics import mcnemar_exact
 from driftlab.verdict import Verdict
 
 STEPS, STEPS64 = 60, 20
@@ -139,6 +140,13 @@ def test_a_candidate_that_falls_over_alone_is_not_decided():
     judgement = judge([record(s, blown=("candidate.float32",)) for s in range(3)])
     assert judgement.verdict is Verdict.INCONCLUSIVE
     assert "seed=0..9" in judgement.headline
+
+
+def test_a_candidate_that_always_falls_over_is_not_excused_by_one_control_that_did():
+    records = [record(s, blown=("candidate.float32",)) for s in range(9)]
+    records.append(record(9, blown=("candidate.float32", "control.float32")))
+    assert verdict(*records) is Verdict.INCONCLUSIVE
+    assert verdict(*records[6:]) is Verdict.UNSTABLE  # too few seeds to say more
 
 
 def test_a_bug_is_a_bug_however_unstable_the_training():

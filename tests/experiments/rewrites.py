@@ -1,5 +1,7 @@
 """Somebody's own rewrites, right and wrong, for ``rewrite.target``."""
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -17,4 +19,88 @@ def raising(model):
 
 
 def identity(model):
+    return model
+
+
+def replace(model, old, make):
+    """Every module of type ``old`` replaced by ``make(module)``."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) is old:
+                setattr(parent, name, make(child))
+    return model
+
+
+class Transposed(nn.Module):
+    """A linear layer that stores its weight the other way round."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.kernel = nn.Parameter(linear.weight.detach().T.contiguous())
+        self.shift = nn.Parameter(linear.bias.detach().clone())
+
+    def forward(self, x):
+        return x @ self.kernel + self.shift
+
+
+def transposed_linear(model):
+    return replace(model, nn.Linear, Transposed)
+
+
+class ByMatrix(nn.Module):
+    """A convolution as unfold and a matrix product."""
+
+    def __init__(self, conv):
+        super().__init__()
+        self.matrix = nn.Parameter(conv.weight.detach().flatten(1).clone())
+        self.how = {"kernel_size": conv.kernel_size, "stride": conv.stride, "padding": conv.padding}
+
+    def forward(self, x):
+        height, width = (
+            (n + 2 * p - k) // s + 1
+            for n, p, k, s in zip(
+                x.shape[2:], self.how["padding"], self.how["kernel_size"], self.how["stride"], strict=True
+            )
+        )
+        return (self.matrix @ F.unfold(x, **self.how)).unflatten(2, (height, width))
+
+
+def conv_by_matrix(model):
+    return replace(model, nn.Conv2d, ByMatrix)
+
+
+def frozen_momentum(model):
+    """A batch-norm that forgets its statistics faster: training is the same, eval mode is not."""
+    return replace(model, nn.BatchNorm2d, lambda bn: _with(bn, momentum=0.2))
+
+
+def other_epsilon(model):
+    return replace(model, nn.BatchNorm2d, lambda bn: _with(bn, eps=1.1e-5))
+
+
+def _with(module, **attributes):
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+class Late(nn.Module):
+    """Right for four calls in training, then off by one in a million."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear, self.calls = linear, 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return self.linear(x) * (1 + 1e-6 * (self.calls > 4))
+
+
+def late(model):
+    return replace(model, nn.Linear, Late)
+
+
+def reinitialised(model):
+    torch.manual_seed(99)
+    model.fc.reset_parameters()
     return model
