@@ -1,8 +1,13 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hydra import compose, initialize_config_dir
+
+from experiments import training
+from experiments.configuration import register_resolvers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -26,5 +31,22 @@ def train(tmp_path):
         place = [] if any(a.startswith("results=") for a in arguments) else [f"results={results or tmp_path}"]
         command = [sys.executable, str(ROOT / "train.py"), *arguments, *small, *place]
         return Finished(subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600))
+
+    return run
+
+
+@pytest.fixture
+def judged(tmp_path):
+    """The verdict of a small run in this process: what train.py does, without starting Python anew."""
+
+    def run(*overrides: str) -> dict:
+        register_resolvers()
+        given = {o.split("=")[0] for o in overrides}
+        small = ["scale=smoke", "data=shapes", "logger=none", f"results={tmp_path}"]
+        small = [s for s in small if s.split("=")[0] not in given]
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            training.run(compose("config", [*overrides, *small]))
+        (file,) = tmp_path.rglob("verdict.json")
+        return json.loads(file.read_text())
 
     return run

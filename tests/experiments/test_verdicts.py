@@ -1,17 +1,8 @@
 """The verdicts of real runs: the experiments of this suite, and other people's rewrites."""
 
-import json
-
 import pytest
 
 SHORT = ("steps=24", "float64_steps=8", "model.width=4", "batch_size=32")
-
-
-def verdict_of(train, tmp_path, *arguments):
-    done = train(*arguments, *SHORT)
-    assert done.status == 0, done.err + done.out
-    (file,) = tmp_path.rglob("verdict.json")
-    return json.loads(file.read_text())
 
 
 @pytest.mark.slow
@@ -27,16 +18,18 @@ def verdict_of(train, tmp_path, *arguments):
         ("planted_bug", "bug"),
     ],
 )
-def test_the_experiments_say_what_they_expect(train, tmp_path, name, verdict):
-    found = verdict_of(train, tmp_path, f"+experiment={name}", "seed=0..1")
+def test_the_experiments_say_what_they_expect(judged, name, verdict):
+    found = judged(f"+experiment={name}", "seed=0..1", *SHORT)
     assert found["verdict"] == verdict
     assert found["seeds"] == [0, 1]
 
 
 @pytest.mark.slow
-def test_the_edge_shows_that_training_is_unstable(train, tmp_path):
-    found = verdict_of(train, tmp_path, "+experiment=learning_rate_edge", "seed=0..2", "optimizer.lr=60")
-    assert found["verdict"] == "unstable"
+def test_the_edge_shows_that_training_is_unstable(judged):
+    assert (
+        judged("+experiment=learning_rate_edge", "seed=0..2", "optimizer.lr=60", *SHORT)["verdict"]
+        == "unstable"
+    )
 
 
 @pytest.mark.slow
@@ -52,9 +45,8 @@ def test_the_edge_shows_that_training_is_unstable(train, tmp_path):
         ("reinitialised", "bug", {"module": "fc", "pass": "forward", "step": 0}),
     ],
 )
-def test_somebody_elses_rewrite(train, tmp_path, target, verdict, where):
-    found = verdict_of(
-        train, tmp_path, "+experiment=split_conv", f"rewrite.target=tests.experiments.rewrites.{target}"
-    )
+def test_somebody_elses_rewrite(judged, target, verdict, where):
+    mine = f"rewrite.target=tests.experiments.rewrites.{target}"
+    found = judged("+experiment=split_conv", mine, *SHORT)
     assert found["verdict"] == verdict
     assert found["where"] == where
