@@ -35,7 +35,7 @@ def judge(folder: Path, digest: str, settings: DictConfig, terminal: Terminal) -
         "report": str(report),
         "curves": f"{folder}/seed=*/curves.csv",
     }
-    terminal.verdict(judgement, seeds_table(records), files)
+    terminal.verdict(judgement, settings.expected, seeds_table(records), files)
     return str(judgement.verdict)
 
 

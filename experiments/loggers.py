@@ -56,23 +56,24 @@ def _wandb(settings: DictConfig, digest: str, seed: int, home: Path):
     from lightning.pytorch.loggers import WandbLogger
 
     mode = os.environ.get("WANDB_MODE") or ("online" if _logged_in() else "offline")
-    (home / "wandb").mkdir(parents=True, exist_ok=True)
-    logger = WandbLogger(
+    home.mkdir(parents=True, exist_ok=True)
+    run = wandb.init(
         project=settings.logger.project,
         entity=settings.logger.entity,
         name=f"{settings.name} seed={seed}",
         group=f"{settings.name}-{digest}",
         id=f"{digest}-{seed}",
-        save_dir=home,
-        offline=mode == "offline",
+        resume="allow" if mode == "online" else None,
+        dir=home,
+        mode=mode,
         config=_searchable(settings) | {"seed": seed, "digest": digest},
         settings=wandb.Settings(
-            mode=mode, silent=True, console="off", disable_git=True, x_disable_meta=True, x_disable_stats=True
+            silent=True, console="off", disable_git=True, x_disable_meta=True, x_disable_stats=True
         ),
     )
-    logger.experiment.define_metric("step")
-    logger.experiment.define_metric("*", step_metric="step")
-    return logger
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return WandbLogger(experiment=run)
 
 
 def _searchable(settings: DictConfig) -> dict:

@@ -30,7 +30,7 @@ def plan_lines(
         "network": f"{_network(settings)}, {_parameters(lockstep.arms[0]):,} parameters, {settings.device}",
         "data": f"{images.name} ({images.source})",
         "scale": f"{settings.scale.name} ({settings.scale.get('why', 'as asked')})",
-        "expected": _time(duration * len(todo)),
+        "takes": _time(duration * len(todo)),
     }
     if images.stand_in:
         lines["data"] = f"STAND-IN {lines['data']}: drawn shapes, not photographs"

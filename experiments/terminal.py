@@ -93,7 +93,10 @@ class Terminal:
         text = f"seed {seed}: {', '.join(blown) or 'all arms finished'} ({record['times']['seconds']:.0f} s)"
         self.say(text)
 
-    def verdict(self, judgement: Judgement, seeds: Table, files: Mapping[str, str]) -> None:
+    def verdict(
+        self, judgement: Judgement, expected: str | None, seeds: Table, files: Mapping[str, str]
+    ) -> None:
+        """The table over seeds, what evidence there is, the verdict, and where the files are."""
         self.console.print(seeds)
         evidence = Table(
             title="evidence", title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim"
@@ -101,16 +104,17 @@ class Terminal:
         for column in ("probe", "measured", "threshold", "speaks for"):
             evidence.add_column(column, no_wrap=column != "probe")
         evidence.add_column("reading", ratio=1)
-        for e in judgement.evidence:
+        for e in (e for e in judgement.evidence if e.measured is not None):
             evidence.add_row(
                 e.probe, number(e.measured), number(e.threshold), e.supports or "", escape(e.reading)
             )
         self.console.print(evidence)
         colour = COLOURS[judgement.verdict]
-        place = f"\n[bold]where[/bold]  {escape(str(judgement.where))}" if judgement.where else ""
+        more = {"where": judgement.where, "expected": expected}
+        lines = "".join(f"\n[bold]{name}[/bold]  {escape(str(text))}" for name, text in more.items() if text)
         self.console.print(
             Panel(
-                f"[bold {colour}]{judgement.verdict}[/bold {colour}]  {escape(judgement.headline)}{place}",
+                f"[bold {colour}]{judgement.verdict}[/bold {colour}]  {escape(judgement.headline)}{lines}",
                 title="verdict",
                 title_align="left",
                 border_style=colour,
@@ -125,9 +129,3 @@ def number(value: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.3g}"
-
-
-def seconds(duration: float) -> str:
-    if duration < 90:
-        return f"{duration:.0f} s"
-    return f"{duration / 60:.0f} min" if duration < 5400 else f"{duration / 3600:.1f} h"
