@@ -60,7 +60,6 @@ class Arm:
         # walking the tree of modules at every logged step would cost as much as the distances
         self.parameters = dict(self.module.named_parameters())
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
-        self.buffers = {n: b for n, b in self.module.named_buffers() if b.is_floating_point()}
 
     @property
     def name(self) -> str:

@@ -44,7 +44,7 @@ def _gradients(arm: Arm) -> dict[str, Tensor]:
 KINDS: Mapping[str, Callable[[Arm], dict[str, Tensor]]] = {
     "weight": lambda arm: arm.parameters,
     "gradient": _gradients,
-    "buffer": lambda arm: arm.buffers,
+    "buffer": lambda arm: {n: b for n, b in arm.module.named_buffers() if b.is_floating_point()},
 }
 
 
@@ -73,8 +73,8 @@ class Layout:
         squares = flat(arm.fold({name: t * t for name, t in numbered.items()}).values())
         self.moves = torch.equal(squares, numbers * numbers) and bool((numbers > 0).all())
         self.order = numbers.long() - 1
-        # weights and buffers are updated in place, so views of them stay valid; gradients come anew
-        still = kind != "gradient" and all(t.is_contiguous() for t in tensors.values())
+        # weights are updated in place, so views of them stay valid; gradients, and some buffers, come anew
+        still = kind == "weight" and all(t.is_contiguous() for t in tensors.values())
         self._views = [t.detach().view(-1) for t in tensors.values()] if still else []
         self.in_order = torch.equal(numbers, flat(numbered.values()))
 

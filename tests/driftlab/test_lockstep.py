@@ -69,7 +69,7 @@ def naive_curve(module, dtype, updates):
         optimizer.zero_grad()
         loss = F.cross_entropy(module(inputs.to(dtype)), targets)
         loss.backward()
-        losses.append(float(loss))
+        losses.append(loss.item())
         weights.append(torch.cat([p.detach().double().flatten() for p in module.parameters()]))
         gradients.append(torch.cat([p.grad.double().flatten() for p in module.parameters()]))
         if step < updates:
