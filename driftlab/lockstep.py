@@ -121,9 +121,15 @@ class Lockstep:
             numbers = dict(zip(columns, values.tolist(), strict=True))
             self._mark_blown_up(step, numbers)
             if self.is_logged(step):
-                gone = tuple(f"/{a.name}" for a in self.arms if not a.measured_at(step))
-                self.rows[step] = {c: v for c, v in numbers.items() if not c.endswith(gone)}
+                self.rows[step] = {c: v for c, v in numbers.items() if self._counts(c, step)}
         self._pending.clear()
+
+    def _counts(self, column: str, step: int) -> bool:
+        """Whether a value stands: a GPU runs on for some steps before the host sees that an arm blew up."""
+        kind, name = column.split("/")
+        arm = next(a for a in self.arms if a.name == name)
+        compared = arm.against is None or arm.against.measured_at(step)
+        return arm.measured_at(step) and (compared or kind in ("loss", "accuracy"))
 
     @torch.no_grad()
     def predictions(self, arm: Arm, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

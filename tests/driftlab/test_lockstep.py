@@ -12,7 +12,7 @@ from torch import nn
 from driftlab.arm import grow
 from driftlab.checkpoint import load_checkpoint, save_checkpoint
 from driftlab.kinks import kink_sides, sign_flips
-from driftlab.lockstep import Lockstep
+from driftlab.lockstep import FLUSH_EVERY, Lockstep
 from driftlab.logschedule import LogSchedule
 from driftlab.records import RecordError
 
@@ -221,6 +221,24 @@ def test_an_arm_that_blows_up_stops_and_the_others_go_on():
     assert math.isfinite(steps.rows[STEPS]["loss/control.float32"])
     weights = next(a for a in steps.arms if a.role == "candidate").module.parameters()
     assert all(torch.isfinite(p).all() for p in weights)
+
+
+def test_the_record_does_not_depend_on_when_the_device_is_waited_for(monkeypatch):
+    def rows(flush_every):
+        monkeypatch.setitem(FLUSH_EVERY, "cpu", flush_every)
+        arms = grow(
+            Exploding(network()), network(), optimizer=sgd, horizons={"float32": STEPS}, roles=["candidate"]
+        )
+        arms[1].fold = lambda t: {f"inner.{k}": v for k, v in t.items()}
+        return run(Lockstep(arms, F.cross_entropy)).rows
+
+    at_once, late = rows(1), rows(100)
+    assert at_once.keys() == late.keys()
+    for step, row in at_once.items():
+        assert row.keys() == late[step].keys()
+        assert all(
+            a == b or (a != a and b != b) for a, b in zip(row.values(), late[step].values(), strict=True)
+        )
 
 
 def test_random_layers_draw_the_same_masks_in_every_arm():
