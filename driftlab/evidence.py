@@ -183,7 +183,7 @@ def _start_ratio(record: SeedRecord, role: str) -> float | None:
         others = (at_start(kind, a) for a in ("control.float32", "reference.float32") if a != arm)
         yardsticks = [other for other in others if other is not None]
         if value is not None:
-            ratios.append(value / max(UNIT_ROUND_OFF["float32"], *yardsticks))
+            ratios.append(value / max([UNIT_ROUND_OFF["float32"], *yardsticks]))
     return max(ratios, default=None)
 
 

@@ -166,6 +166,21 @@ def test_the_control_and_the_precision_can_be_the_subject(subject):
     assert verdict(record(arms=arms), subject=subject) is Verdict.ROUND_OFF
 
 
+@pytest.mark.parametrize("subject", ["candidate", "control", "reference"])
+def test_flips_before_any_update_leave_the_logits_to_decide(subject):
+    flipped = record()
+    for column in [c for c in flipped.curves[0] if c.startswith("sign_flips") and c.endswith("32")]:
+        flipped.curves[0][column] = 2.0
+    assert verdict(flipped, subject=subject) is Verdict.ROUND_OFF
+
+
+@pytest.mark.parametrize("subject", ["control", "reference"])
+def test_a_reference_that_flips_before_any_update_is_no_yardstick_for_gradients(subject):
+    flipped = record()
+    flipped.curves[0]["sign_flips/reference.float32"] = 2.0
+    assert verdict(flipped, subject=subject) is Verdict.ROUND_OFF
+
+
 def test_no_record_is_inconclusive():
     assert judge([]).verdict is Verdict.INCONCLUSIVE
 
