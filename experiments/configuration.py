@@ -52,6 +52,8 @@ def resolve(config: DictConfig) -> DictConfig:
         raise ConfigurationError(f"the configuration cannot be resolved: {one_line(error)}") from None
     _check_choices(settings)
     _check_numbers(settings)
+    for key, least in (("dense", 1), ("per_decade", 0)):
+        _check_whole(f"log_schedule.{key}", settings.log_schedule[key], least)
     settings.float64_steps = min(settings.float64_steps, settings.steps)
     return settings
 
@@ -102,5 +104,9 @@ def _check_numbers(settings: DictConfig) -> None:
         value = settings[key]
         if value is None and key in _MAY_BE_NULL:
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigurationError(f"{key}={value} must be a whole number of at least {least}")
+        _check_whole(key, value, least)
+
+
+def _check_whole(key: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{key}={value} must be a whole number of at least {least}")

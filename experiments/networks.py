@@ -8,7 +8,7 @@ import importlib
 import inspect
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -137,10 +137,15 @@ def loss_function(settings: DictConfig) -> Callable:
 
 
 def _optimizer(settings: DictConfig) -> Callable:
-    try:
-        return hydra.utils.instantiate(settings.optimizer)
-    except Exception as error:
-        raise ConfigurationError(f"optimizer: {one_line(error.__cause__ or error)}") from None
+    """Makes an arm's optimizer; what it refuses (a rate that is no number) is the user's to mend."""
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        try:
+            return hydra.utils.instantiate(settings.optimizer)(parameters)
+        except Exception as error:
+            raise ConfigurationError(f"optimizer: {one_line(error.__cause__ or error)}") from None
+
+    return make
 
 
 def _scheduler(kind: str, steps: int, optimizer: torch.optim.Optimizer, _longest: int) -> LambdaLR | None:

@@ -57,5 +57,5 @@ def _folder(root: str | Path | None, image_size: int) -> Images:
     from experiments.data import folder
 
     if root is None:
-        raise DataError("data=folder: name the folder of images as root")
+        raise DataError("data=folder: write data.root=FOLDER, the folder of your images")
     return folder.load(Path(root), image_size)

@@ -71,6 +71,9 @@ REFUSED = {
     "data root": (["+experiment=split_conv", "data=folder", "data.root=/no/such/folder"], "/no/such/folder"),
     "device": (["+experiment=split_conv", "device=tpu"], "device=tpu is unknown"),
     "width": (["+experiment=grouped_conv", "model.width=3"], "width=3"),
+    "rate": (["+experiment=split_conv", "optimizer.lr=fast"], "optimizer: TypeError"),
+    "schedule": (["+experiment=split_conv", "log_schedule.dense=0"], "log_schedule.dense=0 must be a whole"),
+    "folder without root": (["+experiment=split_conv", "data=folder"], "data.root"),
     "kind": (["+experiment=split_conv", "kind=nothing"], "kind=nothing is unknown"),
     "syntax": (["+experiment=split_conv", "steps=[1,"], "steps"),
 }
