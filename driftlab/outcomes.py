@@ -54,7 +54,9 @@ def stability(table: dict) -> Evidence:
     fallen = {arm.split(".")[0]: sum(seeds.values()) for arm, seeds in table["fell_over"].items()}
     n = max((len(seeds) for seeds in table["fell_over"].values()), default=0)
     if not any(fallen.values()):
-        return Evidence("stability", question, 0.0, 0.0, None, f"nobody fell over in {n} seeds")
+        return Evidence(
+            "stability", question, 0.0, 0.0, None, f"nobody fell over in {n} seed{'s' * (n != 1)}"
+        )
     p = {arm.split(".")[0]: value for arm, value in table["mcnemar_p"].items()}
     alone = p.get("candidate", 1.0) < SIGNIFICANT <= p.get("control", 1.0)
     shared = any(count for name, count in fallen.items() if name != "candidate")

@@ -47,7 +47,8 @@ def judge(records: Sequence[SeedRecord], subject: str = "candidate") -> Judgemen
         stability(outcomes),
     ]
     found = {e.probe: e for e in evidence}
-    verdict = _verdict(found, subject, place)
+    controlled = all("control.float64" in record.arms for record in records)
+    verdict = _verdict(found, subject, place, controlled)
     headline = _headline(verdict, found, subject, place, len(records))
     return Judgement(verdict, headline, evidence, place if verdict is Verdict.BUG else None, outcomes)
 
@@ -57,7 +58,7 @@ def judge(records: Sequence[SeedRecord], subject: str = "candidate") -> Judgemen
 _SAME_FUNCTION = {"candidate": "float64_pair", "control": "dtype_ratio", "reference": "float32_start"}
 
 
-def _verdict(found: dict[str, Evidence], subject: str, place: Place | None) -> Verdict:
+def _verdict(found: dict[str, Evidence], subject: str, place: Place | None, controlled: bool) -> Verdict:
     supports = {probe: e.supports for probe, e in found.items()}
     if supports["same_bits"]:
         return Verdict.BIT_IDENTICAL
@@ -72,7 +73,10 @@ def _verdict(found: dict[str, Evidence], subject: str, place: Place | None) -> V
         return Verdict.REDUCED_PRECISION
     if found["stability"].measured:
         return supports["stability"] or Verdict.INCONCLUSIVE
-    return Verdict.ROUND_OFF if supports["drift"] or subject == "control" else Verdict.INCONCLUSIVE
+    # without a float32 pair there is no drift to ask about: float64 beside its control decides
+    in_float64_alone = controlled and found["float32_start"].measured is None
+    drifts_alike = supports["drift"] or subject == "control" or in_float64_alone
+    return Verdict.ROUND_OFF if drifts_alike else Verdict.INCONCLUSIVE
 
 
 def _place(

@@ -160,6 +160,11 @@ def test_float32_alone_cannot_tell():
     assert "dtypes=[float32,float64]" in judgement.headline
 
 
+def test_float64_alone_decides_beside_its_control():
+    assert verdict(record(arms=[a for a in ARMS if a.endswith("64")])) is Verdict.ROUND_OFF
+    assert verdict(record(arms=ARMS[:2])) is Verdict.INCONCLUSIVE
+
+
 @pytest.mark.parametrize("subject", ["control", "reference"])
 def test_the_control_and_the_precision_can_be_the_subject(subject):
     arms = [a for a in ARMS if "candidate" not in a]
