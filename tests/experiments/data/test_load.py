@@ -15,7 +15,7 @@ def test_an_unknown_name_lists_the_choices():
 
 
 def test_folder_asks_for_its_root():
-    with pytest.raises(DataError, match="data=folder: write data.root=FOLDER"):
+    with pytest.raises(DataError, match=r"data=folder: write data\.root=FOLDER"):
         load("folder")
 
 
