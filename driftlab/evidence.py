@@ -152,11 +152,12 @@ def float32_start(records: Sequence[SeedRecord], role: str, same_function: bool 
     Asked of the logits (continuous across kinks), and of the gradients where no pre-activation flipped.
     Too far apart speaks for fewer bits where float64 says that the function is the same.
     """
-    ratios = [r for r in (_start_ratio(record, role) for record in records) if r is not None]
+    asked = records if role != "control" else ()  # its own yardstick
+    ratios = [r for r in (_start_ratio(record, role) for record in asked) if r is not None]
     question = f"Before any update, is {role}.float32 as near to its reference as float32 rounding?"
     if not ratios:
         return Evidence(
-            "float32_start", question, None, HALFWAY_BITS, None, "there is no float32 pair to ask"
+            "float32_start", question, None, HALFWAY_BITS, None, "there is no such pair with a control"
         )
     measured = median(ratios)
     if measured <= HALFWAY_BITS:
@@ -182,7 +183,8 @@ def _start_ratio(record: SeedRecord, role: str) -> float | None:
         value = at_start(kind, arm)
         others = (at_start(kind, a) for a in ("control.float32", "reference.float32") if a != arm)
         yardsticks = [other for other in others if other is not None]
-        if value is not None:
+        # unit round-off alone is no yardstick: how far a network amplifies it is what the control shows
+        if value is not None and yardsticks:
             ratios.append(value / max([UNIT_ROUND_OFF["float32"], *yardsticks]))
     return max(ratios, default=None)
 
