@@ -12,6 +12,7 @@ from driftlab.records import SCHEMA, RecordError, SeedRecord, finished_seeds, re
 from driftlab.report import write_report
 from driftlab.rules import judge as judge_records
 from driftlab.verdict import Judgement
+from experiments.seeds import format_seeds
 from experiments.terminal import Terminal, number
 
 
@@ -76,12 +77,7 @@ def _environments(records: list[SeedRecord]) -> dict:
 
 def repeat_command(records: list[SeedRecord]) -> str:
     """The command line that trains the same seeds again."""
-    if not records:
-        return ""
-    seeds = [r.seed for r in records]
-    consecutive = len(seeds) > 1 and seeds == list(range(seeds[0], seeds[-1] + 1))
-    text = f"{seeds[0]}..{seeds[-1]}" if consecutive else ",".join(map(str, seeds))
-    return f"{records[0].run['command']} seed={text if consecutive or len(seeds) == 1 else f'[{text}]'}"
+    return f"{records[0].run['command']} seed={format_seeds([r.seed for r in records])}" if records else ""
 
 
 def seeds_table(records: list[SeedRecord]) -> Table:

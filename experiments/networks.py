@@ -14,7 +14,6 @@ from pathlib import Path
 
 import hydra
 import torch
-import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -130,10 +129,6 @@ def build_arms(
         nudge_seed=seeds["nudge"],
         device=settings.device,
     )
-
-
-def loss_function(settings: DictConfig) -> Callable:
-    return F.cross_entropy
 
 
 def _optimizer(settings: DictConfig) -> Callable:

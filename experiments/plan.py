@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 from driftlab.arm import DTYPES, Arm
 from driftlab.lockstep import Lockstep, cast
 from experiments.data.images import Images
+from experiments.seeds import format_seeds
 
 
 def plan_lines(
@@ -25,7 +26,7 @@ def plan_lines(
     lines = {
         "asks": settings.hypothesis or f"is the {settings.subject} the same function as its reference?",
         "arms": ", ".join(arm.name for arm in lockstep.arms),
-        "seeds": f"{_seeds(seeds)}{done}",
+        "seeds": f"{format_seeds(seeds)}{done}",
         "steps": _steps(lockstep) + f" of batch {settings.batch_size}",
         "network": f"{_network(settings)}, {_parameters(lockstep.arms[0]):,} parameters, {settings.device}",
         "data": f"{images.name} ({images.source})",
@@ -59,12 +60,6 @@ def _timed_step(lockstep: Lockstep, arm: Arm, inputs: object, targets: object) -
         loss.backward()
         float(loss.detach())  # waits for a GPU
     return time.perf_counter() - began
-
-
-def _seeds(seeds: list[int]) -> str:
-    if len(seeds) > 2 and seeds == list(range(seeds[0], seeds[-1] + 1)):
-        return f"{seeds[0]}..{seeds[-1]}"
-    return ", ".join(map(str, seeds))
 
 
 def _steps(lockstep: Lockstep) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from filelock import FileLock
 from omegaconf import DictConfig
 
@@ -24,7 +25,7 @@ from driftlab.verdict import Verdict
 from experiments.data.batches import Batches
 from experiments.data.images import Images
 from experiments.loggers import MetricsLogger
-from experiments.networks import build_arms, loss_function
+from experiments.networks import build_arms
 from experiments.recorder import Recorder
 from experiments.run_record import run_record
 from experiments.terminal import Terminal
@@ -114,7 +115,7 @@ def build_lockstep(settings: DictConfig, images: Images, seed: int) -> tuple[Loc
     few = batches.batch(0)[0][:2].cpu()
     arms = build_arms(settings, images, seeds, few)
     schedule = LogSchedule(settings.log_schedule.dense, settings.log_schedule.per_decade)
-    return Lockstep(arms, loss_function(settings), seed=seeds["order"], logged=schedule), batches
+    return Lockstep(arms, F.cross_entropy, seed=seeds["order"], logged=schedule), batches
 
 
 def fit(lockstep: Lockstep, batches: Batches, recorder: Recorder, start: int) -> None:

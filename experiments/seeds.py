@@ -47,6 +47,13 @@ def _natural(value: int) -> int:
     return value
 
 
+def format_seeds(seeds: list[int]) -> str:
+    """The shortest text that ``parse_seeds`` reads back (Hydra turns the list form into a list)."""
+    if len(seeds) > 1 and seeds == list(range(seeds[0], seeds[-1] + 1)):
+        return f"{seeds[0]}..{seeds[-1]}"
+    return str(seeds[0]) if len(seeds) == 1 else f"[{','.join(map(str, seeds))}]"
+
+
 def fan_out(arguments: list[str]) -> list[str]:
     """The command line with ``seed=0..9`` as Hydra's own sweep over single seeds, for ``--multirun``.
 

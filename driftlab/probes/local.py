@@ -88,7 +88,7 @@ def _recorded(network: nn.Module, loss: Callable, inputs: object, targets: objec
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
             if name in calls or not (isinstance(output, Tensor) and output.is_floating_point()):
                 return
-            calls[name] = call = _Call(_detached(args), _detached(kwargs))
+            calls[name] = call = _Call(_fresh(args), _fresh(kwargs))
             if output.requires_grad:
                 output.register_hook(lambda gradient: setattr(call, "gradient", gradient.clone()))
 
@@ -142,15 +142,8 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return {n: b for n, b in module.named_buffers() if b.is_floating_point()}
 
 
-def _detached(values):
-    """Copies without a graph; which of them carried a gradient stays known by ``requires_grad``."""
-    return torch.utils._pytree.tree_map_only(
-        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), values
-    )
-
-
 def _fresh(values):
-    """Leaves of their own for one call; a view of them goes in, so that in-place modules may write."""
+    """Copies without a graph, leaves of their own; which of them carry a gradient stays as it was."""
     return torch.utils._pytree.tree_map_only(
         Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), values
     )

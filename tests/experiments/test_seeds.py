@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.errors import ConfigurationError
-from experiments.seeds import fan_out, parse_seeds
+from experiments.seeds import fan_out, format_seeds, parse_seeds
 
 
 @pytest.mark.parametrize(
@@ -51,3 +51,8 @@ def test_multirun_sweeps_over_single_seeds(flag):
 
 def test_one_process_keeps_its_seeds_together():
     assert fan_out(["seed=0..3"]) == ["seed=0..3"]
+
+
+@pytest.mark.parametrize(("seeds", "text"), [([3], "3"), ([0, 1, 2], "0..2"), ([0, 2, 5], "[0,2,5]")])
+def test_seeds_are_written_as_they_are_read(seeds, text):
+    assert format_seeds(seeds) == text
