@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlab.fold_assignment import Assignment
-from driftlab.fold_given import Tensors, given_fold
+from driftlab.fold_given import GivenFold, Tensors, given_fold
 from driftlab.fold_layout import FoldError, NamedTensors, named_tensors
 from driftlab.fold_search import place_by_name, place_by_value
 from driftlab.fold_tags import positions_by_tags
@@ -61,6 +61,14 @@ class Fold:
             FoldError: one of ``tensors`` has not the shape that the candidate's tensor of that name has.
         """
         return self.read(tensors)
+
+    def sources(self, name: str) -> frozenset[str]:
+        """The candidate's tensors that the reference's ``name`` is taken from; empty where it has no place."""
+        if name not in self.placed:
+            return frozenset()
+        if isinstance(self.read, GivenFold):
+            return self.read.sources[name]
+        return frozenset(self.read.placements[name].sources)
 
 
 def find_fold(reference: nn.Module, candidate: nn.Module, rewrite: Rewrite | None = None) -> Fold:

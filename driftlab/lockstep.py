@@ -47,7 +47,7 @@ def evaluation_mode(module: nn.Module):
             submodule.training = training
 
 
-def _seed_random_layers(seed: int) -> None:
+def seed_random_layers(seed: int) -> None:
     """As ``torch.manual_seed``, which keeps a stack trace a call for a GPU that nobody has started."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
@@ -139,7 +139,7 @@ class Lockstep:
         return torch.cat([p for p, _ in pairs]), torch.cat([y for _, y in pairs])
 
     def _run(self, arm: Arm, step: int, inputs: object, targets: object, logged: bool):
-        _seed_random_layers((self.seed << 32) + step)
+        seed_random_layers((self.seed << 32) + step)
         arm.optimizer.zero_grad(set_to_none=True)
         outputs = arm.module(cast(inputs, DTYPES[arm.dtype]))
         loss = self.loss(outputs, cast(targets, DTYPES[arm.dtype]))

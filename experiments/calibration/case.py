@@ -73,6 +73,6 @@ def case(
 
 def all_cases() -> list[Case]:
     """Every case of every file under ``cases/``."""
-    for module in sorted(m.name for m in pkgutil.iter_modules(cases.__path__)):
+    for module in sorted(m.name for m in pkgutil.iter_modules(cases.__path__) if m.name[0] != "_"):
         importlib.import_module(f"{cases.__name__}.{module}")
     return list(_CASES.values())

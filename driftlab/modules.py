@@ -1,0 +1,90 @@
+"""Which module of the candidate stands for which of the reference, and whether it was rewritten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+Sources = Callable[[str], frozenset[str]]
+
+
+def paired_modules(reference: nn.Module, candidate: nn.Module, sources: Sources) -> dict[str, str]:
+    """Names of the reference's modules -> those of the candidate's that hold the same tensors.
+
+    A module with tensors is paired with the smallest one of the candidate that holds what the fold takes them
+    from, and that holds nothing else of the fold's; one without tensors with its namesake, if the parents are
+    namesakes too. The whole networks, "", are always paired.
+
+    Args:
+        sources: the candidate's tensors that a reference tensor is taken from.
+    """
+    mine, theirs = dict(reference.named_modules()), dict(candidate.named_modules())
+    taken_from = {n: sources(n) for n in _tensor_names(reference)}
+    pairs = {"": ""}
+    for name, module in mine.items():
+        if not name:
+            continue
+        own = {n for n in taken_from if n.startswith(f"{name}.")}
+        if own:
+            found = _holder(name, own, taken_from, theirs)
+        else:
+            parent = name.rpartition(".")[0]
+            found = name if name in theirs and pairs.get(parent) == parent and not any(module.buffers()) else None
+        if found is not None:
+            pairs[name] = found
+    return pairs
+
+
+def _tensor_names(module: nn.Module) -> list[str]:
+    return [n for n, _ in module.named_parameters()] + [n for n, _ in module.named_buffers()]
+
+
+def _holder(name: str, own: set[str], taken_from: dict[str, frozenset[str]], theirs: dict) -> str | None:
+    needed = frozenset().union(*(taken_from[n] for n in own))
+    if not needed:
+        return None
+    if name in theirs and all(n.startswith(f"{name}.") for n in needed):
+        holder = name  # a namesake that holds them, and perhaps wraps a module of the old make
+    else:
+        holder = _common_prefix(needed)
+    others = frozenset().union(*(s for n, s in taken_from.items() if n not in own))
+    inside = {n for n in others if n.startswith(f"{holder}.")} if holder else others
+    return holder if holder in theirs and not inside else None
+
+
+def _common_prefix(names: frozenset[str]) -> str:
+    paths = [n.split(".")[:-1] for n in names]
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def is_rewritten(mine: nn.Module, theirs: nn.Module) -> bool:
+    """Whether the two may compute differently: another class, setting, hook or ``forward``, here or below."""
+    parts, others = list(mine.named_modules()), list(theirs.named_modules())
+    if [n for n, _ in parts] != [n for n, _ in others]:
+        return True
+    return any(_differs(a, b) for (_, a), (_, b) in zip(parts, others, strict=True))
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _differs(a: nn.Module, b: nn.Module) -> bool:
+    if type(a) is not type(b) or a.training != b.training or "forward" in vars(b) and "forward" not in vars(a):
+        return True
+    if any(len(getattr(a, h, ())) != len(getattr(b, h, ())) for h in _HOOKS):
+        return True
+    if any(p._backward_hooks for p in b.parameters(recurse=False)):
+        return True
+    return _settings(a) != _settings(b)
+
+
+def _settings(module: nn.Module) -> dict[str, str]:
+    """Its own plain attributes, as text: numbers, strings, flags, tuples of them."""
+    plain = bool | int | float | str | tuple | type(None)
+    return {k: repr(v) for k, v in vars(module).items() if isinstance(v, plain) and k != "training"}

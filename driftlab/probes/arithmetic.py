@@ -1,0 +1,172 @@
+"""One forward and backward pass of a module on given inputs, in one of several arithmetics.
+
+``float32`` is the module as it stands. ``float64`` is a copy made double. ``shadow`` is the float32 code path
+computed in float64 (``driftlab.shadow``), ``shadow64`` the float64 code path likewise: the two tell rounding,
+which vanishes there, from a difference in the function, which stays.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from driftlab.lockstep import cast, evaluation_mode, seed_random_layers
+from driftlab.shadow import held, shadow, shadow_arithmetic, shadowed
+
+ARITHMETICS = ("float32", "float64", "shadow", "shadow64")
+
+
+@dataclass
+class Recorded:
+    """What a module was given: arguments, and the gradients that came back to its floating outputs.
+
+    ``gradients`` holds None for an output that got none. Where ``loss`` is set, the module is a whole
+    network: the loss of its outputs is differentiated instead.
+    """
+
+    args: tuple
+    kwargs: dict = field(default_factory=dict)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    loss: Callable[[object, str], Tensor] | None = None
+    call: Callable[[nn.Module, tuple, dict], object] = lambda module, args, kwargs: module(*args, **kwargs)
+
+
+@dataclass
+class Passes:
+    """What came out, in float64: pass -> name -> tensor.
+
+    ``forward`` and ``eval`` are named by the position of the output, ``input gradient`` by that of the input,
+    ``weight gradient`` and ``buffer`` by the module's own tensors.
+    """
+
+    tensors: dict[str, dict[str, Tensor]]
+
+
+class CannotRun(RuntimeError):
+    """The module cannot run in this arithmetic; the message is one line."""
+
+
+def in_arithmetic(module: nn.Module, arithmetic: str) -> nn.Module:
+    """A copy of ``module`` ready for ``run``."""
+    if arithmetic == "shadow":
+        return shadowed(module)
+    if arithmetic == "float32":
+        return copy.deepcopy(module)
+    wide = copy.deepcopy(module).double()
+    return shadowed(wide) if arithmetic == "shadow64" else wide
+
+
+def run(module: nn.Module, recorded: Recorded, arithmetic: str, seed: int = 0, evaluate: bool = True) -> Passes:
+    """Forward, backward and, in eval mode, forward once more, of a copy of ``module``.
+
+    Raises:
+        CannotRun: the module raises in this arithmetic.
+    """
+    try:
+        twin = in_arithmetic(module, arithmetic)
+        with shadow_arithmetic() if arithmetic.startswith("shadow") else nullcontext():
+            found = _training_pass(twin, recorded, arithmetic, seed)
+            if evaluate:
+                found["eval"] = _eval_pass(twin, recorded, arithmetic, seed)
+    except Exception as error:  # whatever a stranger's forward raises
+        message = " ".join(str(error).split())[:200]
+        raise CannotRun(f"{type(error).__name__}: {message}") from error
+    return Passes({pass_: {n: _plain(t) for n, t in named.items()} for pass_, named in found.items()})
+
+
+def _training_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int) -> dict:
+    leaves: list[Tensor] = []
+    args, kwargs = _fresh(recorded, arithmetic, leaves)
+    seed_random_layers(seed)
+    # copies, since a module may write into its arguments and leaves must not be written into
+    outputs = recorded.call(twin, _copied(args), _copied(kwargs))
+    found = {"forward": _numbered(outputs)}
+    if recorded.loss is not None:
+        loss = recorded.loss(outputs, arithmetic)
+        found["forward"]["loss"] = loss.detach()
+        loss.backward()
+    else:
+        _backward(outputs, recorded, arithmetic)
+    found["input gradient"] = {str(i): _gradient(leaf) for i, leaf in enumerate(leaves)}
+    found["weight gradient"] = {n: _gradient(p) for n, p in twin.named_parameters()}
+    found["buffer"] = {n: b.clone() for n, b in twin.named_buffers() if b.is_floating_point()}
+    return found
+
+
+def _eval_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int) -> dict[str, Tensor]:
+    args, kwargs = _fresh(recorded, arithmetic, [])
+    seed_random_layers(seed)
+    with evaluation_mode(twin):
+        return _numbered(recorded.call(twin, args, kwargs))
+
+
+def _fresh(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[tuple, dict]:
+    """The arguments in the arithmetic, leaves of their own; those that take a gradient go into ``leaves``."""
+    dtype = torch.float64 if arithmetic.endswith("64") else None
+
+    def fresh(tensor: Tensor) -> Tensor:
+        new = tensor.detach().clone()
+        new = new.to(dtype) if dtype and new.is_floating_point() else new
+        new = shadow(new) if arithmetic.startswith("shadow") else new
+        if tensor.requires_grad:
+            leaves.append(new.requires_grad_())
+        return new
+
+    return pytree.tree_map_only(Tensor, fresh, (recorded.args, recorded.kwargs))
+
+
+def _copied(values: object) -> object:
+    return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad else t, values)
+
+
+def _backward(outputs: object, recorded: Recorded, arithmetic: str) -> None:
+    floating = [t for t in floating_leaves(outputs)]
+    pairs = [
+        (o, g)
+        for o, g in zip(floating, recorded.gradients, strict=False)
+        if g is not None and o.requires_grad and o.shape == g.shape
+    ]
+    if pairs:
+        gradients = [_like(g, o, arithmetic) for o, g in pairs]
+        torch.autograd.backward([o for o, _ in pairs], gradients)
+
+
+def _like(gradient: Tensor, output: Tensor, arithmetic: str) -> Tensor:
+    gradient = gradient.detach().clone()
+    if arithmetic.startswith("shadow"):
+        return shadow(gradient.to(output.dtype) if output.dtype.itemsize >= 4 else gradient)
+    return gradient.to(output.dtype)
+
+
+def floating_leaves(values: object) -> list[Tensor]:
+    """The floating tensors in whatever a module returns, in order."""
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def _numbered(outputs: object) -> dict[str, Tensor]:
+    return {str(i): t.detach().clone() for i, t in enumerate(floating_leaves(outputs))}
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """float64, outside any arithmetic."""
+    return held(tensor).detach().double()
+
+
+def whole_network(call: Callable, loss: Callable, inputs: object, targets: object) -> Recorded:
+    """What a whole network is given: one batch and its loss."""
+
+    def measured(outputs: object, arithmetic: str) -> Tensor:
+        y = cast(targets, torch.float64) if arithmetic.endswith("64") else targets
+        return loss(outputs, shadow(y) if arithmetic.startswith("shadow") else y)
+
+    return Recorded((inputs,), loss=measured, call=lambda module, args, _: call(module, args[0]))

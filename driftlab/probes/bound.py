@@ -1,0 +1,88 @@
+"""The a-priori rounding bound of an operator that sums products (linear, convolution), measured for its own data.
+
+|fl(y) - y| <= γ_K (|W| * |x|) with γ_K = K u / (1 - K u) for a sum of K products in any order (Higham, "Accuracy
+and Stability of Numerical Algorithms", 2nd ed., section 3.1). One more pass over absolute values gives |W| * |x|,
+one over ones gives K; their backward passes give the same for both gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from driftlab.evidence import UNIT_ROUND_OFF
+from driftlab.probes.arithmetic import Passes, Recorded, run
+
+SUMS_OF_PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """For one pass: the largest share of the bound that was used up, and how many bits are right.
+
+    Attributes:
+        terms: K, the longest sum.
+        share: max |difference| / (2 γ_K |W| * |x|), above 1 it is no rounding of this dtype in any order.
+        bits: -log2 of max |difference| / (|W| * |x|): 24 where float32 rounded once.
+    """
+
+    pass_: str
+    terms: int
+    share: float
+    bits: float
+
+
+def rounding_bounds(mine: nn.Module, call: Recorded, own: Passes, other: Passes, names: dict[str, str]) -> list[Bound]:
+    """The bound of each pass of a sum of products, against two float32 results of it.
+
+    Args:
+        mine: the reference's module, one of ``SUMS_OF_PRODUCTS``.
+        own, other: the two, ``other`` by the names of ``own``.
+    """
+    sums = run(_changed(mine, torch.abs), _mapped(call, torch.abs), "float64", evaluate=False)
+    terms = run(_changed(mine, torch.ones_like), _mapped(call, torch.ones_like), "float64", evaluate=False)
+    found = []
+    for pass_ in ("forward", "input gradient", "weight gradient"):
+        parts = [
+            _part(own.tensors[pass_][n], other.tensors[pass_][names.get(n, n)], sums.tensors[pass_][n], terms.tensors[pass_][n])
+            for n in own.tensors[pass_]
+            if names.get(n, n) in other.tensors[pass_]
+        ]
+        if parts:
+            k, share, relative = (max(p[i] for p in parts) for i in range(3))
+            bits = 53.0 if relative == 0 else float(-torch.log2(torch.tensor(relative)))
+            found.append(Bound(pass_, int(k), share, bits))
+    return found
+
+
+def _part(a: Tensor, b: Tensor, sums: Tensor, terms: Tensor) -> tuple[float, float, float]:
+    u = UNIT_ROUND_OFF["float32"]
+    gamma = terms * u / (1 - terms * u)
+    apart = (a - b).abs()
+    zero = torch.zeros_like(apart)
+    share = torch.where(apart == 0, zero, apart / (2 * gamma * sums))
+    relative = torch.where(apart == 0, zero, apart / sums)
+    return float(terms.max()), float(share.max()), float(relative.max())
+
+
+def _changed(module: nn.Module, change) -> nn.Module:
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.copy_(change(parameter))
+    return twin
+
+
+def _mapped(call: Recorded, change) -> Recorded:
+    def changed(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return change(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+    args, kwargs = pytree.tree_map_only(Tensor, changed, (call.args, call.kwargs))
+    gradients = [None if g is None else change(g) for g in call.gradients]
+    return Recorded(args, kwargs, gradients)

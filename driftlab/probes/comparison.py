@@ -1,0 +1,211 @@
+"""Is a difference rounding, fewer bits, or another function? One module on one set of inputs decides it.
+
+Reference and candidate get bit for bit the same inputs, in several arithmetics. Rounding shrinks by 2^-29 from
+float32 to float64, and vanishes where the float32 path is computed in float64; a difference in the function does
+not. So a difference d in float64 arithmetic is no rounding where
+
+    d > HALFWAY * max(u64 * |y|, 2^-29 * e32)
+
+with e32 the error that float32 is seen to make in the same quantity (the larger of the two networks'), |y| the
+quantity itself, u64 = 2^-53 and HALFWAY = 2^14.5, the middle between the two hypotheses in powers of two. e32
+scales with cancellation and conditioning as d does, so an ill-conditioned layer is not accused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from driftlab.evidence import HALFWAY, HALFWAY_BITS, UNIT_ROUND_OFF
+from driftlab.probes.arithmetic import CannotRun, Passes, Recorded, run
+
+PASSES = ("forward", "input gradient", "weight gradient", "buffer", "eval")
+Fold = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One quantity of one module: how far the candidate's is from the reference's, as 2-norms.
+
+    Attributes:
+        pass_, name: which quantity (``weight gradient`` of ``conv1.weight``).
+        size: of the reference's own.
+        apart: arithmetic -> ‖candidate - reference‖ in it.
+        errors: "candidate" and "reference" -> the error of its float32 against the truth.
+        same: whether no bit differs, in any arithmetic that is torch's own.
+    """
+
+    pass_: str
+    name: str
+    size: float
+    apart: dict[str, float]
+    errors: dict[str, float]
+    same: bool
+
+    def excess(self, arithmetic: str) -> float:
+        """The difference as a multiple of what rounding may make of it; above 1 it is no rounding."""
+        rounding = max((e for e in self.errors.values() if math.isfinite(e)), default=0.0) * 2.0**-29
+        allowed = HALFWAY * max(UNIT_ROUND_OFF["float64"] * self.size, rounding)
+        apart = self.apart.get(arithmetic, 0.0)
+        return 0.0 if apart == 0 else apart / allowed if allowed else math.inf
+
+    @property
+    def relative(self) -> float:
+        """The difference in the function, relative to the reference's quantity."""
+        apart = self.apart.get("shadow", self.apart.get("float64", 0.0))
+        return apart / self.size if self.size else (math.inf if apart else 0.0)
+
+    @property
+    def overflows(self) -> bool:
+        """NaN or inf in the candidate's float32 alone."""
+        return self.errors.get("candidate") == math.inf and self.errors["reference"] < math.inf
+
+    @property
+    def lost(self) -> float:
+        """How much worse the candidate's float32 is than the reference's, at least one unit round-off."""
+        floor = UNIT_ROUND_OFF["float32"] * self.size
+        worse = self.errors.get("candidate", 0.0)
+        return worse / max(self.errors.get("reference", 0.0), floor) if worse else 0.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All quantities of one module.
+
+    Attributes:
+        differences: in the order of ``PASSES``.
+        failed: arithmetic -> what the candidate raised in it, for those that it cannot run in.
+        unsound: arithmetics in which the reference itself cannot run, or repeats nothing.
+    """
+
+    differences: list[Difference]
+    failed: dict[str, str] = field(default_factory=dict)
+    ran: tuple[str, ...] = ()
+
+    @property
+    def same_bits(self) -> bool:
+        return all(d.same for d in self.differences)
+
+    def wrong(self) -> list[Difference]:
+        """Differences that no rounding explains, the worst of the first pass first.
+
+        The float32 path computed in float64 decides where it runs. A difference in float64 alone counts
+        where it stays in the float64 path computed in float64; if it goes there, the candidate does not
+        honour float64, which is precision.
+        """
+        return self._sorted(d for d in self.differences if self._is_wrong(d))
+
+    def _is_wrong(self, d: Difference) -> bool:
+        if d.overflows:
+            return True
+        if "shadow" in self.ran:
+            if d.excess("shadow") > 1:
+                return True
+            return "shadow64" in self.ran and d.excess("shadow64") > 1 and d.excess("float64") > 1
+        return d.excess("float64") > 1
+
+    def narrow(self) -> list[Difference]:
+        """Quantities that the candidate's float32 gets with fewer bits than the reference's."""
+        return self._sorted(d for d in self.differences if d.lost > HALFWAY_BITS and not self._is_wrong(d))
+
+    @property
+    def float64_not_honoured(self) -> bool:
+        return any(d.excess("float64") > 1 and not self._is_wrong(d) for d in self.differences)
+
+    def _sorted(self, differences: Iterable[Difference]) -> list[Difference]:
+        def rank(d: Difference) -> tuple:
+            return PASSES.index(d.pass_), -max(d.excess(a) for a in self.ran or ("float64",))
+
+        return sorted(differences, key=rank)
+
+
+def compare(
+    reference: nn.Module,
+    candidate: nn.Module,
+    recorded: Recorded,
+    fold: Fold,
+    *,
+    prefixes: tuple[str, str] = ("", ""),
+    seed: int = 0,
+    evaluate: bool = True,
+) -> Comparison:
+    """Both modules on the same inputs, in every arithmetic that they can run in.
+
+    Args:
+        fold: from the candidate's tensor names to the reference's, as of the whole networks.
+        prefixes: of the names of the two modules' tensors within their networks.
+
+    Raises:
+        CannotRun: the reference does not run in float32, or the candidate does not.
+    """
+    both: dict[str, tuple[Passes, Passes]] = {}
+    failed: dict[str, str] = {}
+    for arithmetic in ("float32", "float64", "shadow"):
+        _try(both, failed, arithmetic, reference, candidate, recorded, seed, evaluate)
+    if "float32" not in both:
+        raise CannotRun(failed["float32"])
+    found = _differences(both, fold, prefixes)
+    if "shadow" in both and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found):
+        _try(both, failed, "shadow64", reference, candidate, recorded, seed, evaluate)
+        found = _differences(both, fold, prefixes)
+    return Comparison(found, failed, tuple(both))
+
+
+def _try(both: dict, failed: dict, arithmetic: str, reference, candidate, recorded, seed, evaluate) -> None:
+    try:
+        own = run(reference, recorded, arithmetic, seed, evaluate)
+        both[arithmetic] = own, run(candidate, recorded, arithmetic, seed, evaluate)
+    except CannotRun as error:
+        failed[arithmetic] = str(error)
+
+
+def _differences(both: dict[str, tuple[Passes, Passes]], fold: Fold, prefixes: tuple[str, str]) -> list[Difference]:
+    read = {a: tuple(_by_reference_names(p, fold, prefixes, i) for i, p in enumerate(pair)) for a, pair in both.items()}
+    truth = read["shadow" if "shadow" in read else "float64" if "float64" in read else "float32"][0]
+    return [
+        _difference(pass_, name, tensor, {a: (pair[0][pass_], pair[1][pass_]) for a, pair in read.items()})
+        for pass_ in PASSES
+        for name, tensor in truth.get(pass_, {}).items()
+        if all(name in pair[i].get(pass_, {}) for pair in read.values() for i in (0, 1))
+    ]
+
+
+def _by_reference_names(passes: Passes, fold: Fold, prefixes: tuple[str, str], index: int) -> dict:
+    """Weights, gradients and buffers under the reference's full names."""
+    read = dict(passes.tensors)
+    for pass_ in ("weight gradient", "buffer"):
+        prefix = f"{prefixes[index]}." if prefixes[index] else ""
+        named = {prefix + name: tensor for name, tensor in read[pass_].items()}
+        read[pass_] = dict(fold(named)) if index else named
+    return read
+
+
+def _difference(pass_: str, name: str, truth: Tensor, pairs: dict) -> Difference:
+    apart, same = {}, True
+    for arithmetic, (mine, theirs) in pairs.items():
+        a, b = mine[name], theirs[name]
+        apart[arithmetic] = distance(b, a)
+        if not arithmetic.startswith("shadow"):
+            same = same and same_values(a, b)
+    errors = {}
+    if "float32" in pairs and len(pairs) > 1:
+        mine, theirs = pairs["float32"]
+        errors = {"reference": distance(mine[name], truth), "candidate": distance(theirs[name], truth)}
+    return Difference(pass_, name, float(torch.linalg.vector_norm(truth)), apart, errors, same)
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """‖a - b‖₂; entries that are NaN, or the same infinity, in both count as equal, a shape of its own as inf."""
+    if a.shape != b.shape:
+        return math.inf
+    apart = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(a), a - b)
+    size = float(torch.linalg.vector_norm(apart))
+    return math.inf if math.isnan(size) else size

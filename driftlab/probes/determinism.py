@@ -1,0 +1,86 @@
+"""Does a network repeat itself, bit for bit, from the same state, batch and random seed?
+
+The gate before all else: where it does not, no later difference means anything. Each network is run
+``REPEATS`` times over, forward, backward and in eval mode.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from driftlab.lockstep import seed_random_layers
+from driftlab.probes.arithmetic import Passes, Recorded, floating_leaves, run
+from driftlab.probes.comparison import PASSES, distance, same_values
+
+# A fault that strikes in one run of eight slips through four repetitions in three cases of five; the window's
+# second run, twenty steps and more, is what catches the rare ones.
+REPEATS = 4
+
+
+@dataclass(frozen=True)
+class Wobble:
+    """The first pass in which a network did not repeat itself, and by how much (relative, 2-norm)."""
+
+    pass_: str
+    module: str | None
+    floor: float
+
+
+def repeats(network: nn.Module, whole: Recorded, seed: int = 0) -> Wobble | None:
+    """None where the network gives the same bits each time; else where it does not.
+
+    Raises:
+        CannotRun: it does not run at all.
+    """
+    first = run(network, whole, "float32", seed)
+    for _ in range(REPEATS - 1):
+        again = run(network, whole, "float32", seed)
+        for pass_ in PASSES:
+            if floor := _floor(first, again, pass_):
+                return Wobble(pass_, _where(network, whole, seed) if pass_ == "forward" else None, floor)
+    return None
+
+
+def _floor(first: Passes, again: Passes, pass_: str) -> float:
+    apart = 0.0
+    for name, tensor in first.tensors.get(pass_, {}).items():
+        other = again.tensors[pass_].get(name)
+        if other is None or not same_values(tensor, other):
+            size = float(torch.linalg.vector_norm(tensor))
+            off = distance(other, tensor) if other is not None else float("inf")
+            apart = max(apart, off / size if size else off)
+    return apart
+
+
+def _where(network: nn.Module, whole: Recorded, seed: int) -> str | None:
+    """The module, as deep as can be, whose output was the first to change from one run to the next."""
+    first = _outputs(network, whole, seed)
+    for _ in range(2 * REPEATS):
+        again = _outputs(network, whole, seed)
+        for (name, mine), (_, theirs) in zip(first, again, strict=False):
+            if len(mine) == len(theirs) and not all(map(same_values, mine, theirs)):
+                return name
+    return None
+
+
+def _outputs(network: nn.Module, whole: Recorded, seed: int) -> list[tuple[str, list[Tensor]]]:
+    """The floating outputs of every call of every module, in the order in which the calls ended."""
+    network, seen = copy.deepcopy(network), []
+
+    def keep(name: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, output: object) -> None:
+            seen.append((name, [t.detach().clone() for t in floating_leaves(output)]))
+
+        return hook
+
+    for name, module in network.named_modules():
+        module.register_forward_hook(keep(name))
+    seed_random_layers(seed)
+    with torch.no_grad():
+        whole.call(network, whole.args, whole.kwargs)
+    return seen

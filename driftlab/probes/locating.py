@@ -1,0 +1,134 @@
+"""Which module is wrong by itself: each one fed the reference's exact inputs and output gradients.
+
+A difference that arises in one module travels: downstream through the forward pass, upstream through the
+gradients. So the reference is run once and what went into and came back to every module is kept; the
+candidate's module gets the same. What differs then, arose there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from driftlab.modules import is_rewritten
+from driftlab.probes.arithmetic import CannotRun, Recorded
+from driftlab.probes.comparison import Comparison, Difference, compare
+
+# A module whose borders a rewrite moved (conv and norm fused into one, an Identity in the other's place) gives
+# something else altogether. Below this relative difference the borders are the same and the function is not.
+SAME_BORDERS = 1e-2
+
+
+@dataclass
+class Local:
+    """The pairs of modules of two networks, and what each was given in the reference's run.
+
+    Attributes:
+        calls: reference name -> calls, in the order of execution.
+        pairs: reference name -> candidate name.
+    """
+
+    reference: nn.Module
+    candidate: nn.Module
+    fold: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    pairs: Mapping[str, str]
+    calls: Mapping[str, list[Recorded]]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._mine = dict(self.reference.named_modules())
+        self._theirs = dict(self.candidate.named_modules())
+        self._compared: dict[str, list[Comparison]] = {}
+
+    def rewritten(self) -> list[str]:
+        """The smallest pairs of modules that may compute differently, in the order of execution."""
+        names = [n for n in self.calls if n in self.pairs and is_rewritten(*self.pair(n))]
+        return [n for n in names if not any(o != n and o.startswith(f"{n}.") for o in names)]
+
+    def pair(self, name: str) -> tuple[nn.Module, nn.Module]:
+        return self._mine[name], self._theirs[self.pairs[name]]
+
+    def comparisons(self, name: str) -> list[Comparison]:
+        """One a kept call; empty where the two take other arguments."""
+        if name not in self._compared:
+            self._compared[name] = [c for call in self.calls[name] if (c := self._compare(name, call))]
+        return self._compared[name]
+
+    def wrong(self, name: str) -> Difference | None:
+        """The first pass in which this module differs by more than rounding, and not only at ties."""
+        found = [d for c in self.comparisons(name) for d in c.wrong()]
+        if not found:
+            return None
+        if found[0].pass_ == "input gradient" and not self._wrong_without_ties(name):
+            return None
+        return found[0]
+
+    def _compare(self, name: str, call: Recorded) -> Comparison | None:
+        mine, theirs = self.pair(name)
+        try:
+            prefixes = name, self.pairs[name]
+            return compare(mine, theirs, call, self.fold, prefixes=prefixes, seed=self.seed)
+        except CannotRun:
+            return None
+
+    def _wrong_without_ties(self, name: str) -> bool:
+        """Two of the largest entries of a window are equal: either may get the gradient. Noise breaks ties."""
+        for call in self.calls[name]:
+            jittered = replace(call, args=_jittered(call.args), kwargs=_jittered(call.kwargs))
+            found = self._compare(name, jittered)
+            if found and found.wrong():
+                return True
+        return False
+
+
+def first_wrong(local: Local) -> tuple[str, Difference] | None:
+    """The first module in the order of execution, and its pass, that differs by itself; from the outside in.
+
+    Only what lies in a wrong module is looked at: inside a right one a rewrite may have moved the borders.
+    """
+    place, inside = None, ""
+    while True:
+        found = _first_wrong_child(local, inside)
+        if found is None:
+            return place
+        place, inside = found, found[0]
+
+
+def _first_wrong_child(local: Local, inside: str) -> tuple[str, Difference] | None:
+    for name in _children(local, inside):
+        if wrong := local.wrong(name):
+            return name, wrong
+    return None
+
+
+def _children(local: Local, inside: str) -> list[str]:
+    """The paired modules right below ``inside``; those of an unpaired one count as its parent's."""
+    below = f"{inside}." if inside else ""
+    names = [n for n in local.calls if n in local.pairs and n.startswith(below) and n != inside]
+    return [n for n in names if not any(n.startswith(f"{o}.") for o in names if o != n)]
+
+
+def slightly_wrong(local: Local) -> tuple[str, Difference] | None:
+    """The first rewritten module that differs by more than rounding, but so little that its borders are the same."""
+    for name in local.rewritten():
+        wrong = local.wrong(name)
+        if wrong and wrong.relative < SAME_BORDERS:
+            return name, wrong
+    return None
+
+
+def _jittered(values: object) -> object:
+    generator = torch.Generator().manual_seed(0)
+
+    def jitter(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point() or tensor.dim() == 0:
+            return tensor
+        noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+        scale = 1e-3 * tensor.detach().std(correction=0)
+        return (tensor.detach() + scale * noise).requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map_only(Tensor, jitter, values)

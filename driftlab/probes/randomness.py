@@ -1,0 +1,78 @@
+"""Random layers: do two modules draw from the same distribution, though not the same numbers?
+
+A rewrite may draw its dropout masks in another order, or in other pieces, and is none the worse for it; but no
+two of its outputs are then comparable one by one. What can be compared is the distribution: mean and spread of
+the outputs over many seeds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from driftlab.distance import flat
+from driftlab.lockstep import seed_random_layers
+from driftlab.probes.arithmetic import Recorded, floating_leaves
+
+DRAWS = 256
+# Sixteen statistics are looked at; one false alarm in a hundred million at six standard errors each.
+SIGMAS = 6.0
+_DIRECTIONS = 7
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The outcome of comparing two distributions: the largest difference, in standard errors."""
+
+    sigmas: float
+    same: bool
+
+
+def is_random(module: nn.Module, call: Recorded) -> bool:
+    """Whether the output depends on torch's random state."""
+    outputs = [_output(module, call, seed) for seed in (0, 1, 2)]
+    return any(o.shape != outputs[0].shape or not torch.equal(o, outputs[0]) for o in outputs[1:])
+
+
+def same_distribution(mine: nn.Module, theirs: nn.Module, call: Recorded) -> Draws:
+    """Means along some directions, and the mean square, over ``DRAWS`` independent seeds each."""
+    ours = torch.stack([_output(mine, call, seed) for seed in range(DRAWS)])
+    others = torch.stack([_output(theirs, call, DRAWS + seed) for seed in range(DRAWS)])
+    if ours.shape != others.shape:
+        return Draws(float("inf"), False)
+    centre = ours.mean(0)
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(_DIRECTIONS, ours.shape[1], generator=generator, dtype=torch.float64)
+    directions = torch.cat([directions, centre[None]]).to(ours.device)
+    sigmas = 0.0
+    for statistic in _statistics(centre, directions):
+        sigmas = max(sigmas, _apart(statistic(ours), statistic(others)))
+    return Draws(sigmas, sigmas <= SIGMAS)
+
+
+def _statistics(centre: Tensor, directions: Tensor) -> list[Callable[[Tensor], Tensor]]:
+    projected = [lambda draws, d=d: (draws - centre) @ d for d in directions]
+    squared = [lambda draws, d=d: ((draws - centre) @ d) ** 2 for d in directions]
+    return [*projected, *squared, lambda draws: ((draws - centre) ** 2).sum(1)]
+
+
+def _apart(a: Tensor, b: Tensor) -> float:
+    """The difference of two means in its standard errors (Welch)."""
+    error = (a.var() / len(a) + b.var() / len(b)).sqrt()
+    apart = (a.mean() - b.mean()).abs()
+    floor = 1e-9 * (a.abs().mean() + b.abs().mean())  # both constant: rounding is no difference
+    return 0.0 if bool(apart <= floor) else float(apart / error) if bool(error > 0) else float("inf")
+
+
+@torch.no_grad()
+def _output(module: nn.Module, call: Recorded, seed: int) -> Tensor:
+    twin = copy.deepcopy(module)
+    args, kwargs = torch.utils._pytree.tree_map_only(
+        Tensor, lambda t: t.detach().clone(), (call.args, call.kwargs)
+    )
+    seed_random_layers(seed)
+    return flat(floating_leaves(call.call(twin, args, kwargs)))

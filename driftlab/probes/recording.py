@@ -1,0 +1,75 @@
+"""What every module of a network was given in one training step: its arguments, and the gradients that came back."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from driftlab.lockstep import seed_random_layers
+from driftlab.probes.arithmetic import Recorded, floating_leaves
+
+# A module that is called again and again (a recurrent cell) is kept at its first calls and its last.
+FIRST_CALLS = 2
+
+
+def record(network: nn.Module, whole: Recorded, seed: int = 0) -> dict[str, list[Recorded]]:
+    """The calls of every module of a copy of ``network``, by name, in the order in which they began.
+
+    Modules that no gradient came back to, and those that took no part, are left out.
+    """
+    network, calls, order = copy.deepcopy(network), {}, []
+    for name, module in network.named_modules():
+        if name:
+            _watch(module, name, calls, order)
+    seed_random_layers(seed)
+    whole.loss(whole.call(network, whole.args, whole.kwargs), "float32").backward()
+    kept = {name: _chosen(calls.get(name, [])) for name in order}
+    return {name: found for name, found in kept.items() if found}
+
+
+def _chosen(calls: list[Recorded]) -> list[Recorded]:
+    useful = [c for c in calls if any(g is not None for g in c.gradients)]
+    return useful if len(useful) <= FIRST_CALLS + 1 else [*useful[:FIRST_CALLS], useful[-1]]
+
+
+def _watch(module: nn.Module, name: str, calls: dict[str, list[Recorded]], order: list[str]) -> None:
+    open_calls: list[Recorded] = []
+
+    def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
+        if name not in calls:
+            calls[name] = []
+            order.append(name)
+        open_calls.append(Recorded(_kept(args), _kept(kwargs)))
+
+    def after(_: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
+        call = open_calls.pop()
+        leaves = floating_leaves(output)
+        call.gradients = [None] * len(leaves)
+        for index, leaf in enumerate(leaves):
+            if leaf.requires_grad:
+                leaf.register_hook(_keeper(call, index))
+        calls[name].append(call)
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, with_kwargs=True)
+
+
+def _keeper(call: Recorded, index: int) -> Callable[[Tensor], None]:
+    def keep(gradient: Tensor) -> None:
+        call.gradients[index] = gradient.detach().clone()
+
+    return keep
+
+
+def _kept(values: object) -> object:
+    """Copies: a module may write into what it is given. Which of them take a gradient is kept too."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    with torch.no_grad():
+        return pytree.tree_map_only(Tensor, copied, values)
