@@ -71,18 +71,19 @@ def _place_whole(assignment: Assignment, dtype: torch.dtype, names: list[str]) -
 
 
 def _pair(assignment: Assignment, mine: list[str], theirs: list[str]) -> None:
-    """One to one, likeliest first: by shape, last part of the name, order of definition, whole name."""
+    """One to one, likeliest first: by kind, shape, last part of the name, order of definition, whole name."""
     pairs = []
     for name in mine:
         distances, parameter = assignment.distances(name), name in assignment.reference.parameters
         for source in theirs:
             # A constant is no evidence that a parameter became a buffer.
-            if name in assignment.constant and parameter != (source in assignment.candidate.parameters):
+            other_kind = parameter != (source in assignment.candidate.parameters)
+            if name in assignment.constant and other_kind:
                 continue
             other_shape = assignment.mine[name].shape != assignment.theirs[source].shape
             other_leaf = name.rpartition(".")[2] != source.rpartition(".")[2]
             unlike = -difflib.SequenceMatcher(None, name, source).ratio()
-            pairs.append((other_shape, other_leaf, distances[source], unlike, name, source))
+            pairs.append((other_kind, other_shape, other_leaf, distances[source], unlike, name, source))
     for *_, name, source in sorted(pairs):
         if name not in assignment.placed:
             positions = assignment.layout.positions(source).reshape(assignment.mine[name].shape)

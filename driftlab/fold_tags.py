@@ -29,15 +29,22 @@ def positions_by_tags(
     tags = _tag(tagged)
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=list(devices)):
-        rewritten = named_tensors(rewrite(tagged)).tensors
+        rewritten = named_tensors(rewrite(tagged))
     count = FIRST_TAG + sum(tag.numel() for tag in tags.values())
     known = {
-        n: t for n, t in rewritten.items() if layout.shapes.get(n) == tuple(t.shape) and not t.is_complex()
+        n: t
+        for n, t in rewritten.tensors.items()
+        if layout.shapes.get(n) == tuple(t.shape) and not t.is_complex()
     }
-    found, places = _tags_in(known, count, layout)
-    where = torch.full((count,), layout.size).scatter_reduce_(0, found, places, "amin")
+    where = torch.full((count,), layout.size)
     again = torch.zeros(count, dtype=torch.bool)
-    again[found[where[found] != places]] = True
+    # what is trained is the weight; a buffer with the same values is a copy of it
+    for trained in (True, False):
+        of_this_kind = {n: t for n, t in known.items() if (n in rewritten.parameters) is trained}
+        found, places = _tags_in(of_this_kind, count, layout)
+        first = torch.full((count,), layout.size).scatter_reduce_(0, found, places, "amin")
+        where = torch.where(where < layout.size, where, first)
+        again[found[where[found] != places]] = True
     positions = {name: where[tag] for name, tag in tags.items()}
     placed = {name: where for name, where in positions.items() if bool((where < layout.size).all())}
     return placed, [name for name in placed if bool(again[tags[name]].any())]

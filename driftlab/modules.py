@@ -22,15 +22,20 @@ def paired_modules(reference: nn.Module, candidate: nn.Module, sources: Sources)
     mine, theirs = dict(reference.named_modules()), dict(candidate.named_modules())
     taken_from = {n: sources(n) for n in _tensor_names(reference)}
     pairs = {"": ""}
+    alike = [n for n, _ in reference.named_modules()] == [n for n, _ in candidate.named_modules()]
     for name, module in mine.items():
         if not name:
             continue
         own = {n for n in taken_from if n.startswith(f"{name}.")}
-        if own:
+        if alike or (name in theirs and own and not frozenset().union(*(taken_from[n] for n in own))):
+            found = name
+        elif own:
             found = _holder(name, own, taken_from, theirs)
         else:
             parent = name.rpartition(".")[0]
-            found = name if name in theirs and pairs.get(parent) == parent and not any(module.buffers()) else None
+            found = (
+                name if name in theirs and pairs.get(parent) == parent and not any(module.buffers()) else None
+            )
         if found is not None:
             pairs[name] = found
     return pairs
@@ -75,7 +80,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def _differs(a: nn.Module, b: nn.Module) -> bool:
-    if type(a) is not type(b) or a.training != b.training or "forward" in vars(b) and "forward" not in vars(a):
+    if (
+        type(a) is not type(b)
+        or a.training != b.training
+        or "forward" in vars(b)
+        and "forward" not in vars(a)
+    ):
         return True
     if any(len(getattr(a, h, ())) != len(getattr(b, h, ())) for h in _HOOKS):
         return True

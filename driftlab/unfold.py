@@ -43,7 +43,8 @@ class Unfold:
         vector[self.order.to(vector.device)] = flat(reference[name] for name in self.names)
         parts = vector.split([t.numel() for t in candidate.values()])
         return {
-            name: part.view(t.shape).to(t.dtype) for (name, t), part in zip(candidate.items(), parts, strict=True)
+            name: part.view(t.shape).to(t.dtype)
+            for (name, t), part in zip(candidate.items(), parts, strict=True)
         }
 
 

@@ -62,7 +62,9 @@ def in_arithmetic(module: nn.Module, arithmetic: str) -> nn.Module:
     return shadowed(wide) if arithmetic == "shadow64" else wide
 
 
-def run(module: nn.Module, recorded: Recorded, arithmetic: str, seed: int = 0, evaluate: bool = True) -> Passes:
+def run(
+    module: nn.Module, recorded: Recorded, arithmetic: str, seed: int = 0, evaluate: bool = True
+) -> Passes:
     """Forward, backward and, in eval mode, forward once more, of a copy of ``module``.
 
     Raises:

@@ -17,7 +17,15 @@ from torch.utils import _pytree as pytree
 from driftlab.evidence import UNIT_ROUND_OFF
 from driftlab.probes.arithmetic import Passes, Recorded, run
 
-SUMS_OF_PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+SUMS_OF_PRODUCTS = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +44,9 @@ class Bound:
     bits: float
 
 
-def rounding_bounds(mine: nn.Module, call: Recorded, own: Passes, other: Passes, names: dict[str, str]) -> list[Bound]:
+def rounding_bounds(
+    mine: nn.Module, call: Recorded, own: Passes, other: Passes, names: dict[str, str]
+) -> list[Bound]:
     """The bound of each pass of a sum of products, against two float32 results of it.
 
     Args:
@@ -48,7 +58,12 @@ def rounding_bounds(mine: nn.Module, call: Recorded, own: Passes, other: Passes,
     found = []
     for pass_ in ("forward", "input gradient", "weight gradient"):
         parts = [
-            _part(own.tensors[pass_][n], other.tensors[pass_][names.get(n, n)], sums.tensors[pass_][n], terms.tensors[pass_][n])
+            _part(
+                own.tensors[pass_][n],
+                other.tensors[pass_][names.get(n, n)],
+                sums.tensors[pass_][n],
+                terms.tensors[pass_][n],
+            )
             for n in own.tensors[pass_]
             if names.get(n, n) in other.tensors[pass_]
         ]

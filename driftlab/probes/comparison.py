@@ -163,8 +163,13 @@ def _try(both: dict, failed: dict, arithmetic: str, reference, candidate, record
         failed[arithmetic] = str(error)
 
 
-def _differences(both: dict[str, tuple[Passes, Passes]], fold: Fold, prefixes: tuple[str, str]) -> list[Difference]:
-    read = {a: tuple(_by_reference_names(p, fold, prefixes, i) for i, p in enumerate(pair)) for a, pair in both.items()}
+def _differences(
+    both: dict[str, tuple[Passes, Passes]], fold: Fold, prefixes: tuple[str, str]
+) -> list[Difference]:
+    read = {
+        a: tuple(_by_reference_names(p, fold, prefixes, i) for i, p in enumerate(pair))
+        for a, pair in both.items()
+    }
     truth = read["shadow" if "shadow" in read else "float64" if "float64" in read else "float32"][0]
     return [
         _difference(pass_, name, tensor, {a: (pair[0][pass_], pair[1][pass_]) for a, pair in read.items()})

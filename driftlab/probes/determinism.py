@@ -31,30 +31,40 @@ class Wobble:
     floor: float
 
 
-def repeats(network: nn.Module, whole: Recorded, seed: int = 0) -> Wobble | None:
+def repeats(network: nn.Module, whole: Recorded, seed: int = 0, times: int = REPEATS) -> Wobble | None:
     """None where the network gives the same bits each time; else where it does not.
 
     Raises:
         CannotRun: it does not run at all.
     """
     first = run(network, whole, "float32", seed)
-    for _ in range(REPEATS - 1):
+    for _ in range(times - 1):
         again = run(network, whole, "float32", seed)
         for pass_ in PASSES:
-            if floor := _floor(first, again, pass_):
-                return Wobble(pass_, _where(network, whole, seed) if pass_ == "forward" else None, floor)
+            if found := _moved(first, again, pass_):
+                return _located(network, whole, seed, pass_, *found)
     return None
 
 
-def _floor(first: Passes, again: Passes, pass_: str) -> float:
-    apart = 0.0
-    for name, tensor in first.tensors.get(pass_, {}).items():
-        other = again.tensors[pass_].get(name)
+def _located(network: nn.Module, whole: Recorded, seed: int, pass_: str, name: str, floor: float) -> Wobble:
+    """The module whose output moves, if any does; else the one whose gradient, nearest to the loss, did."""
+    module = _where(network, whole, seed) if whole.loss is not None else None
+    if module is not None:
+        return Wobble("forward", module, floor)
+    owner = name.rpartition(".")[0] if pass_ in ("weight gradient", "buffer") else None
+    return Wobble(pass_, owner, floor)
+
+
+def _moved(first: Passes, again: Passes, pass_: str) -> tuple[str, float] | None:
+    """The last tensor of a pass that moved, and the largest relative difference among all."""
+    name, floor = None, 0.0
+    for key, tensor in first.tensors.get(pass_, {}).items():
+        other = again.tensors[pass_].get(key)
         if other is None or not same_values(tensor, other):
             size = float(torch.linalg.vector_norm(tensor))
             off = distance(other, tensor) if other is not None else float("inf")
-            apart = max(apart, off / size if size else off)
-    return apart
+            name, floor = key, max(floor, off / size if size else off)
+    return (name, floor) if name is not None else None
 
 
 def _where(network: nn.Module, whole: Recorded, seed: int) -> str | None:

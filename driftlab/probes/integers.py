@@ -40,7 +40,9 @@ class Exactness:
 class IntegerPair:
     """Both modules with integer weights, and integer inputs in the shapes of a recorded call."""
 
-    def __init__(self, mine: nn.Module, theirs: nn.Module, fold: Callable, prefixes: tuple[str, str], seed: int = 0):
+    def __init__(
+        self, mine: nn.Module, theirs: nn.Module, fold: Callable, prefixes: tuple[str, str], seed: int = 0
+    ):
         self.mine, self.theirs = copy.deepcopy(mine), copy.deepcopy(theirs)
         self.fold, self.prefixes = fold, prefixes
         self.generator = torch.Generator().manual_seed(seed)

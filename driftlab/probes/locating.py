@@ -77,12 +77,8 @@ class Local:
 
     def _wrong_without_ties(self, name: str) -> bool:
         """Two of the largest entries of a window are equal: either may get the gradient. Noise breaks ties."""
-        for call in self.calls[name]:
-            jittered = replace(call, args=_jittered(call.args), kwargs=_jittered(call.kwargs))
-            found = self._compare(name, jittered)
-            if found and found.wrong():
-                return True
-        return False
+        found = [self._compare(name, without_ties(call)) for call in self.calls[name]]
+        return any(c.wrong() for c in found if c)
 
 
 def first_wrong(local: Local) -> tuple[str, Difference] | None:
@@ -119,6 +115,11 @@ def slightly_wrong(local: Local) -> tuple[str, Difference] | None:
         if wrong and wrong.relative < SAME_BORDERS:
             return name, wrong
     return None
+
+
+def without_ties(call: Recorded) -> Recorded:
+    """The call with a little noise on its inputs."""
+    return replace(call, args=_jittered(call.args), kwargs=_jittered(call.kwargs))
 
 
 def _jittered(values: object) -> object:

@@ -8,7 +8,7 @@ the outputs over many seeds.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -33,17 +33,17 @@ class Draws:
 
 
 def is_random(module: nn.Module, call: Recorded) -> bool:
-    """Whether the output depends on torch's random state."""
-    outputs = [_output(module, call, seed) for seed in (0, 1, 2)]
+    """Whether the output depends on torch's random state, or on a random state of the module's own."""
+    outputs = _outputs(module, call, range(3))
     return any(o.shape != outputs[0].shape or not torch.equal(o, outputs[0]) for o in outputs[1:])
 
 
 def same_distribution(mine: nn.Module, theirs: nn.Module, call: Recorded) -> Draws:
     """Means along some directions, and the mean square, over ``DRAWS`` independent seeds each."""
-    ours = torch.stack([_output(mine, call, seed) for seed in range(DRAWS)])
-    others = torch.stack([_output(theirs, call, DRAWS + seed) for seed in range(DRAWS)])
-    if ours.shape != others.shape:
+    samples = [_outputs(mine, call, range(DRAWS)), _outputs(theirs, call, range(DRAWS, 2 * DRAWS))]
+    if len({o.shape for outputs in samples for o in outputs}) > 1:
         return Draws(float("inf"), False)
+    ours, others = map(torch.stack, samples)
     centre = ours.mean(0)
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(_DIRECTIONS, ours.shape[1], generator=generator, dtype=torch.float64)
@@ -69,10 +69,13 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 
 @torch.no_grad()
-def _output(module: nn.Module, call: Recorded, seed: int) -> Tensor:
-    twin = copy.deepcopy(module)
-    args, kwargs = torch.utils._pytree.tree_map_only(
-        Tensor, lambda t: t.detach().clone(), (call.args, call.kwargs)
-    )
-    seed_random_layers(seed)
-    return flat(floating_leaves(call.call(twin, args, kwargs)))
+def _outputs(module: nn.Module, call: Recorded, seeds: Iterable[int]) -> list[Tensor]:
+    """One call after the other of the same copy: it may keep a generator of its own."""
+    twin, found = copy.deepcopy(module), []
+    for seed in seeds:
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            Tensor, lambda t: t.detach().clone(), (call.args, call.kwargs)
+        )
+        seed_random_layers(seed)
+        found.append(flat(floating_leaves(call.call(twin, args, kwargs))))
+    return found

@@ -97,7 +97,11 @@ def _modes(reference: nn.Module, candidate: nn.Module) -> list[Start]:
     mine, theirs = dict(reference.named_modules()), dict(candidate.named_modules())
     names = {True: "training", False: "eval"}
     return [
-        Start(f"{n or 'the candidate'} is in {names[theirs[n].training]} mode, not {names[m.training]}", None, None)
+        Start(
+            f"{n or 'the candidate'} is in {names[theirs[n].training]} mode, not {names[m.training]}",
+            None,
+            None,
+        )
         for n, m in mine.items()
         if n in theirs and type(theirs[n]) is type(m) and theirs[n].training != m.training
     ]

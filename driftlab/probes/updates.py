@@ -8,17 +8,19 @@ One that looks at whole tensors (a norm, as in LARS) does something else once a 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from driftlab.distance import relative_distance
 from driftlab.evidence import HALFWAY, UNIT_ROUND_OFF
 from driftlab.fold import Fold, FoldError
 from driftlab.probes.same_start import owner, setting_differences
+from driftlab.shadow import Shadow, held, shadow_arithmetic, shadowed
+from driftlab.subject import Subject
 from driftlab.unfold import put_weights
 from driftlab.verdict import Place
 
@@ -41,35 +43,38 @@ class Update:
     why: str | None
 
 
-def wrong_update(
-    reference: nn.Module,
-    candidate: nn.Module,
-    fold: Fold,
-    optimizer: Callable[[nn.Module], Optimizer],
-    candidate_optimizer: Callable[[nn.Module], Optimizer],
-    steps: int,
-    seed: int = 0,
-) -> Update | None:
-    """None where ``steps`` updates agree, or nothing can be compared."""
-    mine, theirs = copy.deepcopy(reference).double(), copy.deepcopy(candidate).double()
-    generator = torch.Generator().manual_seed(seed)
+def wrong_update(subject: Subject, steps: int, in_shadow: bool = False) -> Update | None:
+    """None where ``steps`` updates agree, or nothing can be compared.
+
+    Args:
+        in_shadow: the float32 path of both optimizers, computed in float64: what is left is no rounding.
+    """
+    mine, theirs, fold = copy.deepcopy(subject.reference), copy.deepcopy(subject.candidate), subject.fold
+    mine, theirs = (m.float() if in_shadow else m.double() for m in (mine, theirs))
+    generator = torch.Generator().manual_seed(subject.seed)
     _leave_zero(mine, theirs, fold, generator)
-    both = (mine, optimizer(mine)), (theirs, candidate_optimizer(theirs))
-    explained = setting_differences(*both, fold)
-    for step in range(steps):
-        _same_gradients(mine, theirs, fold, generator)
-        for _, stepper in both:
-            stepper.step()
-        worst = _furthest(mine, theirs, fold)
-        if worst and not worst[1] <= THRESHOLD:
-            name, off = worst
-            why = explained.get(name) or _why(name, fold, optimizer, candidate_optimizer, both)
-            return Update(name, Place(owner(name), "update", step), off, why)
+    if in_shadow:
+        mine, theirs = shadowed(mine), shadowed(theirs)
+    with shadow_arithmetic() if in_shadow else nullcontext():
+        both = (mine, subject.optimizer(mine)), (theirs, subject.candidate_optimizer(theirs))
+        for step in range(steps):
+            with _disable_current_modes():
+                _same_gradients(mine, theirs, fold, generator)
+            for _, stepper in both:
+                stepper.step()
+            with _disable_current_modes():
+                worst = _furthest(mine, theirs, fold)
+            if worst and not worst[1] <= THRESHOLD:
+                name, off = worst
+                explained = setting_differences(*both, fold)
+                why = explained.get(name) or _why(name, fold, both)
+                return Update(name, Place(owner(name), "update", step), off, why)
     return None
 
 
 def _leave_zero(mine: nn.Module, theirs: nn.Module, fold: Fold, generator: torch.Generator) -> None:
     """Weights of their own size but nowhere zero, so that weight decay shows; as they are where it cannot be."""
+
     def values(name: str, tensor: Tensor) -> Tensor:
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         scale = float(tensor.std(correction=0)) if tensor.numel() > 1 else 0.0
@@ -86,22 +91,30 @@ def _same_gradients(mine: nn.Module, theirs: nn.Module, fold: Fold, generator: t
     for name, parameter in theirs.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         gradients[name] = 0.1 * noise.to(parameter.device)
-        parameter.grad = gradients[name].clone() if parameter.requires_grad else None
+        parameter.grad = _as(parameter, gradients[name]) if parameter.requires_grad else None
     folded = fold(gradients)
     for name, parameter in mine.named_parameters():
         has = parameter.requires_grad and name in folded
-        parameter.grad = folded[name].clone().contiguous() if has else None
+        parameter.grad = _as(parameter, folded[name]) if has else None
+
+
+def _as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient of the parameter's own kind."""
+    values = gradient.detach().clone(memory_format=torch.contiguous_format)
+    return Shadow(values, parameter.dtype) if isinstance(parameter, Shadow) else values
 
 
 def _furthest(mine: nn.Module, theirs: nn.Module, fold: Fold) -> tuple[str, float] | None:
-    folded = fold({n: p.detach() for n, p in theirs.named_parameters()})
+    folded = fold({n: held(p).detach() for n, p in theirs.named_parameters()})
     apart = {
-        n: float(relative_distance(folded[n], p.detach())) for n, p in mine.named_parameters() if n in folded
+        n: float(relative_distance(folded[n], held(p).detach()))
+        for n, p in mine.named_parameters()
+        if n in folded
     }
     return max(apart.items(), key=lambda item: item[1], default=None)
 
 
-def _why(name: str, fold: Fold, optimizer: Callable, candidate_optimizer: Callable, both: tuple) -> str | None:
+def _why(name: str, fold: Fold, both: tuple) -> str | None:
     sources = sorted(fold.sources(name))
     if len(sources) > 1:
         cut = " and ".join(sources[:2]) + (f" and {len(sources) - 2} more" if len(sources) > 2 else "")

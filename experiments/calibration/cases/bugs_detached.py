@@ -46,8 +46,8 @@ def attention_residual_detached(model):
 
 @case("bug", "embedding rows without gradient", transformer, module="embed", passes="weight gradient")
 def padding_index_of_a_real_token(model):
-    """Token 0 is an ordinary token, but the new embedding takes it for padding."""
-    embed = nn.Embedding(29, 24, padding_idx=0)
+    """Token 1 is an ordinary token, but the new embedding takes it for padding, as RoBERTa's does."""
+    embed = nn.Embedding(29, 24, padding_idx=1)
     embed.weight = model.head.weight
     return replace(model, "embed", embed)
 

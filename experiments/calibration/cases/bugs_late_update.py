@@ -51,7 +51,7 @@ class Bounded(torch.optim.SGD):
     def step(self, closure=None):
         super().step(closure)
         for p in self.param_groups[1]["params"]:
-            p.clamp_(-0.4, 0.4)
+            p.clamp_(-0.22, 0.22)
 
 
 def _bounded(model: nn.Module) -> torch.optim.Optimizer:
@@ -65,11 +65,11 @@ def _bounded(model: nn.Module) -> torch.optim.Optimizer:
     mlp,
     module="fc3",
     passes="update",
-    step=0,
+    step=8,
     candidate_optimizer=_bounded,
 )
 def last_layer_bounded(model):
-    """The weights of the last layer are kept within 0.4, which they reach only after some steps."""
+    """The weights of the last layer are kept within 0.22, which they reach only after some steps."""
     return model
 
 

@@ -37,10 +37,10 @@ class Normalised(PerTensor):
 
 
 class Clipped(PerTensor):
-    """The gradient of each parameter is clipped to a length of 0.05."""
+    """The gradient of each parameter is clipped to a length of 0.005."""
 
     def direction(self, p: Tensor, gradient: Tensor) -> Tensor:
-        return gradient * (0.05 / (gradient.norm() + 1e-12)).clamp(max=1)
+        return gradient * (0.005 / (gradient.norm() + 1e-12)).clamp(max=1)
 
 
 class Lars(PerTensor):

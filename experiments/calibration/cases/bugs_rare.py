@@ -1,4 +1,4 @@
-"""Faults that need a rare input: large values, an odd or a single sample, a row of zeros, a rare token."""
+"""Faults that need a rare input: large values, an odd or a single sample, a row of zeros."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from experiments.calibration.case import case
 from experiments.calibration.cases._bug_parts import recast
 from experiments.calibration.cases._swap import replace
-from experiments.calibration.tasks import CNN, Task, cnn, mlp, resnet, transformer, two_inputs
+from experiments.calibration.tasks import CNN, Task, autoencoder, cnn, mlp, resnet, transformer
 
 
 def changed(task: Task, name: str, change) -> Task:
@@ -42,15 +42,15 @@ def inputs_saturate_at_three(model):
     return recast(model, "conv1", Saturating)
 
 
-class SaturatingTanh(nn.Module):
+class CutSiLU(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.where(x.abs() > 3, x.sign(), x.tanh())
+        return torch.where(x.abs() > 3, x.relu(), F.silu(x))
 
 
-@case("bug", "large values saturate", two_inputs, module="act", passes=("forward", "input gradient"))
-def tanh_saturates_at_three(model):
-    """tanh is taken for one beyond three."""
-    return replace(model, "act", SaturatingTanh())
+@case("bug", "large values saturate", autoencoder, module="act1", passes="forward")
+def silu_cut_at_three(model):
+    """SiLU is taken for ReLU where |x| > 3: two values of a thousand."""
+    return replace(model, "act1", CutSiLU())
 
 
 class BranchOnSign(nn.Linear):
@@ -59,9 +59,9 @@ class BranchOnSign(nn.Linear):
         return y if x.mean() >= 0 else y * (1 + 1e-4)
 
 
-@case("bug", "only for a negative mean", mlp, module="fc1", passes="forward")
+@case("bug", "only for a negative mean", mlp, module="fc1", passes="forward", step=1)
 def layer_wrong_for_a_negative_mean(model):
-    """A factor of 1 + 1e-4 where the mean over the batch is negative."""
+    """A factor of 1 + 1e-4 where the mean over the batch is negative; the first batch has a positive one."""
     return recast(model, "fc1", BranchOnSign)
 
 
@@ -121,7 +121,7 @@ class Capped(nn.Embedding):
         return F.embedding(tokens.clamp(max=27), self.weight)
 
 
-@case("bug", "rare token", transformer, module="embed", passes="forward")
+@case("bug", "token out of range", transformer, module="embed", passes="forward")
 def last_token_of_the_vocabulary_lost(model):
     """The vocabulary is taken to be one shorter."""
     return recast(model, "embed", Capped)

@@ -151,9 +151,9 @@ def shared_encoder_no_longer_shared(model):
     return model
 
 
-@case("bug", "reparametrised", mlp, module="fc2", passes=UNSEEN)
+@case("bug", "reparametrised", mlp, module="fc2", passes=("forward", *UNSEEN))
 def weight_normalised(model):
-    """The weight is stored as length and direction: the same function, but another descent."""
+    """The weight is stored as direction and (rounded) length: the same function, but another descent."""
     parametrizations.weight_norm(model.fc2)
     return model
 

@@ -1,4 +1,4 @@
-"""More rewrites that look wrong and are right: biases that cancel, float32 kernels, dropout, checkpoints."""
+"""More rewrites that look wrong and are right: biases that cancel, float32 kernels, dropout, settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from experiments.calibration.case import case
 from experiments.calibration.cases._lowbits import recast
+from experiments.calibration.cases._same import HalvedLinear
 from experiments.calibration.tasks import (
+    CNN,
     SelfAttention,
     TransformerBlock,
     autoencoder,
@@ -38,21 +40,27 @@ def key_bias_left_out(model):
 
 @case("round_off", "bias that cancels", cnn)
 def conv_bias_moved_into_the_running_mean(model):
-    """BatchNorm takes the conv's bias out again: training leaves it out, the running mean and eval keep it."""
+    """Training leaves the conv's bias out, which BatchNorm would cancel; running mean and eval keep it."""
 
-    class Conv(nn.Conv2d):
+    class Fused(CNN):
         def forward(self, x):
-            return self._conv_forward(x, self.weight, None if self.training else self.bias)
+            bn, bias = self.bn1, None if self.training else self.conv1.bias
+            y = F.conv2d(x, self.conv1.weight, bias, padding=1)
+            if not self.training:
+                return self.tail(bn(y))
+            with torch.no_grad():
+                variance, mean = torch.var_mean(y, (0, 2, 3))
+                bn.running_mean.lerp_(mean + self.conv1.bias, bn.momentum)
+                bn.running_var.lerp_(variance, bn.momentum)
+                bn.num_batches_tracked += 1
+            return self.tail(F.batch_norm(y, None, None, bn.weight, bn.bias, True, 0.0, bn.eps))
 
-    class Norm(nn.BatchNorm2d):
-        def forward(self, x):
-            y = super().forward(x)
-            if self.training:
-                self.running_mean.add_(self.shift.detach(), alpha=self.momentum)
-            return y
+        def tail(self, x):
+            x = self.act2(self.bn2(self.conv2(self.pool(self.act1(x)))))
+            x = self.act3(self.norm3(self.conv3(x)))
+            return self.fc(self.avg(x).flatten(1))
 
-    model.bn1.shift = model.conv1.bias
-    return recast(recast(model, "conv1", Conv), "bn1", Norm)
+    return recast(model, "", Fused)
 
 
 @case(("bit_identical", "round_off"), "always in float32", transformer)
@@ -143,13 +151,27 @@ def checkpointed_block(model):
     return recast(model, "blocks.0", Block)
 
 
-@case(("bit_identical", "round_off"), "dead code", mlp)
-def loss_term_without_gradient(model):
-    """A linear layer measures its own weights on the side and adds the detached difference, zero."""
+@case(
+    "round_off",
+    "setting without effect",
+    mlp,
+    optimizer=lambda params: torch.optim.SGD(params, lr=0.0, momentum=0.9),
+    candidate_optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.5, weight_decay=0.1),
+)
+def other_settings_at_rate_zero(model):
+    """Momentum and weight decay differ, but the rate is zero and no weight ever moves."""
+    return recast(model, "fc1", HalvedLinear)
 
-    class Linear(nn.Linear):
-        def forward(self, x):
-            self.norm = self.weight.detach().norm()
-            return super().forward(x) + (self.norm - self.norm)
 
-    return recast(model, "fc2", Linear)
+@case(
+    ("bit_identical", "round_off"),
+    "setting without effect",
+    mlp,
+    optimizer=lambda params: torch.optim.Adam(params, lr=1e-2),
+    candidate_optimizer=lambda net: torch.optim.AdamW(
+        [{"params": [p]} for p in net.parameters()], lr=1e-2, weight_decay=0.0
+    ),
+)
+def adamw_without_decay(model):
+    """AdamW without weight decay, one group per weight, is Adam."""
+    return model

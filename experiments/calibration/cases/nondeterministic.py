@@ -29,7 +29,7 @@ def noise_from_numpys_global_generator(model):
     class Linear(nn.Linear):
         def forward(self, x):
             y = super().forward(x)
-            return y + 1e-7 * numpy_like(y, lambda shape: np.random.standard_normal(shape))
+            return y + 1e-7 * numpy_like(y, np.random.standard_normal)
 
     return recast(model, "fc2", Linear)
 

@@ -10,7 +10,6 @@ from experiments.calibration.case import case
 from experiments.calibration.cases._lowbits import (
     cast_if_float32,
     cut_to_tf32,
-    fake_quantise,
     recast,
     round_to_bits,
 )
@@ -118,9 +117,15 @@ def float16_conv_in_float32_only(model):
     return recast(model, "down2", Conv)
 
 
-@case("reduced_precision", "float16 operands", recurrent, module="cell", passes="forward")
+@case(
+    "reduced_precision",
+    "float16 operands",
+    recurrent,
+    module="cell",
+    passes=("forward", "input gradient"),
+)
 def float16_recurrent_product(model):
-    """The GRU cell written out, its product with the state in float16."""
+    """The GRU cell written out, its product with the state in float16; the first state is zero, so exact."""
     return recast(model, "cell", HalfGRUCell)
 
 
@@ -173,25 +178,3 @@ def embedding_read_through_bfloat16(model):
             return F.embedding(tokens, self.weight.bfloat16()).to(self.weight.dtype)
 
     return recast(model, "embed", Embedding)
-
-
-@case("reduced_precision", "fake quantisation", mlp, module="fc1", passes="forward")
-def eight_bit_linear(model):
-    """Weight and input on grids of eight bits with power-of-two steps; gradients pass straight through."""
-
-    class Linear(nn.Linear):
-        def forward(self, x):
-            return F.linear(fake_quantise(x), fake_quantise(self.weight), self.bias)
-
-    return recast(model, "fc1", Linear)
-
-
-@case("reduced_precision", "fake quantisation", cnn, module="conv1", passes="forward")
-def eight_bit_conv_weight(model):
-    """The first conv's weight alone on a grid of eight bits."""
-
-    class Conv(nn.Conv2d):
-        def _conv_forward(self, x, weight, bias):
-            return super()._conv_forward(x, fake_quantise(weight), bias)
-
-    return recast(model, "conv1", Conv)

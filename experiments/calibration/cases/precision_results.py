@@ -1,11 +1,12 @@
-"""Reduced precision in what is handed on: results, hidden states and logits stored in half."""
+"""Reduced precision by rounding: results stored in half, weights and inputs on an eight-bit grid."""
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import nn
 
 from experiments.calibration.case import case
-from experiments.calibration.cases._lowbits import recast
+from experiments.calibration.cases._lowbits import fake_quantise, recast
 from experiments.calibration.tasks import MLP, cnn, mlp, resnet
 
 
@@ -41,3 +42,25 @@ def normalised_maps_stored_in_bfloat16(model):
             return super().forward(x).bfloat16().to(x.dtype)
 
     return recast(model, "bn2", Norm)
+
+
+@case("reduced_precision", "fake quantisation", mlp, module="fc1", passes="forward")
+def eight_bit_linear(model):
+    """Weight and input on grids of eight bits with power-of-two steps; gradients pass straight through."""
+
+    class Linear(nn.Linear):
+        def forward(self, x):
+            return F.linear(fake_quantise(x), fake_quantise(self.weight), self.bias)
+
+    return recast(model, "fc1", Linear)
+
+
+@case("reduced_precision", "fake quantisation", cnn, module="conv1", passes="forward")
+def eight_bit_conv_weight(model):
+    """The first conv's weight alone on a grid of eight bits."""
+
+    class Conv(nn.Conv2d):
+        def _conv_forward(self, x, weight, bias):
+            return super()._conv_forward(x, fake_quantise(weight), bias)
+
+    return recast(model, "conv1", Conv)

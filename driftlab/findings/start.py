@@ -1,0 +1,44 @@
+"""Do both start alike?"""
+
+from __future__ import annotations
+
+from driftlab.examination import Examination
+from driftlab.probes.same_start import start_differences
+from driftlab.verdict import Evidence, Verdict
+
+QUESTION = "Do both start from the same weights, buffers, modes and trained parameters?"
+
+
+def ask_same_start(found: Examination) -> None:
+    """Other values count against the candidate where the function shows them.
+
+    Where it does not, the weights are written otherwise (a gain less one, a matrix times two).
+    """
+    subject = found.subject
+    start = start_differences(subject.reference, subject.candidate, subject.fold)
+    said = "; ".join(s.what for s in start[:8]) or "they do"
+    shown = {d.pass_ for d in found.network.wrong()}
+    grave = [s for s in start if s.supports is Verdict.BUG and _shows(s, shown)]
+    narrow = [s for s in start if s.supports is Verdict.REDUCED_PRECISION]
+    first = (grave or narrow or [None])[0]
+    if first is None:
+        found.add(Evidence("same_start", QUESTION, 0.0, 0.0, None, said))
+        return
+    if first.supports is Verdict.REDUCED_PRECISION:
+        _forgive(found)
+    found.add(Evidence("same_start", QUESTION, first.measured, 0.0, first.supports, said), first.place)
+
+
+def _shows(start, shown: set[str]) -> bool:
+    if start.measured is None:
+        return True
+    return bool(shown & ({"buffer", "eval", "forward"} if start.place.pass_ == "buffer" else {"forward"}))
+
+
+def _forgive(found: Examination) -> None:
+    """Weights stored in fewer bits make another function of it, by as much as those bits."""
+    found.findings = [
+        f
+        for f in found.findings
+        if not (f.evidence.probe == "function" and f.evidence.supports is Verdict.BUG)
+    ]
