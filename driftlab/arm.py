@@ -43,6 +43,7 @@ class Arm:
         horizon: the number of updates after which the arm ends.
         against: the arm it is compared with; None at the root of the tree.
         scheduler: moves the learning rate after each update, where there is one.
+        after_update: called after each update, where there is one (a control that is nudged again and again).
         blown_up_at: the step whose loss was NaN or inf, None while there was none.
     """
 
@@ -54,6 +55,7 @@ class Arm:
     horizon: int
     against: Arm | None = None
     scheduler: LRScheduler | None = None
+    after_update: Callable[[], None] | None = None
     blown_up_at: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -98,6 +100,16 @@ def nudge(module: nn.Module, seed: int) -> str:
     with torch.no_grad():
         parameter[position] = torch.nextafter(flat[index], flat[index] * torch.inf)
     return f"{name}[{index}]"
+
+
+@torch.no_grad()
+def nudge_all(module: nn.Module, generator: torch.Generator) -> None:
+    """Move every weight that is not zero by one ulp, up or down by chance, in place."""
+    for parameter in module.parameters():
+        up = torch.rand(parameter.shape, generator=generator).to(parameter.device) < 0.5
+        infinite = torch.full_like(parameter, torch.inf)
+        moved = torch.nextafter(parameter, torch.where(up, infinite, -infinite))
+        parameter.copy_(torch.where(parameter == 0, parameter, moved))
 
 
 def grow(

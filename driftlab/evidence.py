@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from driftlab.records import SeedRecord
-from driftlab.verdict import Evidence, Place, Verdict
+from driftlab.verdict import Evidence, Verdict
 
 UNIT_ROUND_OFF = {"float32": 2.0**-24, "float64": 2.0**-53}
 
@@ -32,17 +31,6 @@ PASSES = (
     ("gradient_distance", "weight gradient"),
     ("weight_distance", "update"),
 )
-
-
-@dataclass(frozen=True)
-class Excess:
-    """The first row at which a float64 pair leaves its control by more than ``HALFWAY``."""
-
-    seed: int
-    step: int
-    kind: str
-    measured: float
-    allowed: float
 
 
 def same_bits(records: Sequence[SeedRecord], role: str) -> Evidence:
@@ -66,55 +54,6 @@ def same_bits(records: Sequence[SeedRecord], role: str) -> Evidence:
         Verdict.BIT_IDENTICAL if identical else None,
         f"no distance other than 0 in {rows} rows" if identical else "the two differ; the rest asks why",
     )
-
-
-def float64_pair(records: Sequence[SeedRecord], role: str) -> tuple[Evidence, Excess | None]:
-    """Does the float64 pair stay with its control, from before the first update on?
-
-    The control's envelope (its largest distance so far, at least one unit round-off) is the yardstick.
-    An excess that starts from a distance so large that a kink may have made it is not counted.
-    """
-    excesses, ratios = [], []
-    for record in records if role == "candidate" else ():
-        found, ratio = _first_excess(record, role)
-        excesses += [found] if found else []
-        ratios += [ratio] if ratio is not None else []
-    question = f"Does {role}.float64 stay within what control.float64 shows?"
-    if not ratios:
-        return Evidence(
-            "float64_pair", question, None, HALFWAY, None, "there is no such pair with a control"
-        ), None
-    if not excesses:
-        reading = f"at most {max(ratios):.2g} times the control ({len(ratios)} seeds): rounding"
-        return Evidence("float64_pair", question, max(ratios), HALFWAY, Verdict.ROUND_OFF, reading), None
-    first = min(excesses, key=lambda e: (e.step, -e.measured / e.allowed))
-    times = first.measured / first.allowed * HALFWAY
-    what = f"{first.kind.replace('_', ' ')} {first.measured:.2g} at step {first.step} of seed {first.seed}"
-    how_many = f"{times:.2g} times the control, in {len(excesses)} of {len(ratios)} seeds"
-    reading = f"{what}, {how_many}: rounding would be gone in float64"
-    return Evidence("float64_pair", question, times, HALFWAY, Verdict.BUG, reading), first
-
-
-def _first_excess(record: SeedRecord, role: str) -> tuple[Excess | None, float | None]:
-    """The first row that cannot be rounding, and the largest ratio to the control's envelope before it."""
-    found, largest = [], None
-    for kind, _ in PASSES:
-        mine, control = (record.series(kind, f"{r}.float64") for r in (role, "control"))
-        envelope, before = UNIT_ROUND_OFF["float64"], 0.0
-        for step in sorted(mine):
-            envelope = max(envelope, control.get(step, 0.0))
-            ratio = mine[step] / envelope
-            allowed = HALFWAY * envelope
-            if not mine[step] <= allowed:
-                found += (
-                    [Excess(record.seed, step, kind, mine[step], allowed)]
-                    if before < NO_KINK_IN_REACH
-                    else []
-                )
-                break
-            largest, before = max(largest or 0.0, ratio), max(before, mine[step])
-    order = [kind for kind, _ in PASSES]
-    return min(found, key=lambda e: (e.step, order.index(e.kind)), default=None), largest
 
 
 def dtype_ratio(records: Sequence[SeedRecord], role: str) -> Evidence:
@@ -212,31 +151,6 @@ def drift(records: Sequence[SeedRecord], role: str) -> Evidence:
 def first_flip(record: SeedRecord, arm: str) -> int | None:
     """The first logged step at which a pre-activation of ``arm`` has another sign than its against's."""
     return next((s for s, flips in sorted(record.series("sign_flips", arm).items()) if flips > 0), None)
-
-
-def evaluation(records: Sequence[SeedRecord], role: str) -> tuple[Evidence, Place | None]:
-    """In eval mode and in its buffers, does the float64 pair stay with its control?"""
-    question = f"In eval mode and in its buffers, does {role}.float64 stay within what control.float64 shows?"
-    worst: tuple[float, Place] | None = None
-    for record in records if role == "candidate" else ():
-        for kind, pass_ in (("buffer_distance", "buffer"), ("eval_logit_distance", "eval")):
-            mine = record.series(kind, f"{role}.float64", table="evaluations")
-            control = record.series(kind, "control.float64", table="evaluations")
-            for step, value in mine.items():
-                ratio = value / max(UNIT_ROUND_OFF["float64"], control.get(step, 0.0))
-                if worst is None or ratio > worst[0]:
-                    worst = (ratio, Place(None, pass_, step))
-    if worst is None:
-        return Evidence(
-            "evaluation", question, None, HALFWAY, None, "there is no such pair with a control"
-        ), None
-    ratio, place = worst
-    bad = not ratio <= HALFWAY
-    reading = f"at most {ratio:.2g} times the control" + (
-        f", in {place.pass_} at step {place.step}" if bad else ""
-    )
-    verdict = Verdict.BUG if bad else Verdict.ROUND_OFF
-    return Evidence("evaluation", question, ratio, HALFWAY, verdict, reading), place if bad else None
 
 
 def _last_common(record: SeedRecord, arm: str, other: str) -> tuple[float, float] | None:

@@ -9,25 +9,7 @@ from driftlab.probes.arithmetic import Recorded
 from driftlab.probes.comparison import Comparison, compare
 from driftlab.probes.locating import Local
 from driftlab.subject import Subject
-from driftlab.verdict import Evidence, Place, Verdict
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A piece of evidence, and the place that it points at, where it does."""
-
-    evidence: Evidence
-    place: Place | None = None
-
-    def as_dict(self) -> dict:
-        return self.evidence.as_dict() | {"place": self.place.as_dict() if self.place else None}
-
-    @classmethod
-    def from_dict(cls, stored: dict) -> Finding:
-        place, supports = stored["place"], stored["supports"]
-        values = {k: v for k, v in stored.items() if k != "place"}
-        evidence = Evidence(**values | {"supports": Verdict(supports) if supports else None})
-        return cls(evidence, Place(place["module"], place["pass"], place["step"]) if place else None)
+from driftlab.verdict import Evidence, Finding, Place, Verdict
 
 
 @dataclass

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlab.arm import DTYPES, Arm
+from driftlab.calling import Call, whole
 from driftlab.distance import Folded, Layout, outputs_as_vector, relative_distance
 from driftlab.kinks import KinkSides, kink_sides, sign_flips
 
@@ -62,15 +63,21 @@ class Lockstep:
         loss: ``loss(outputs, targets)``, a scalar.
         seed: of the random layers (dropout): reset to the same state before each arm at each step.
         logged: which steps leave a row; the last step of every arm always does.
+        call: how a module takes its inputs.
 
     Attributes:
         rows: step -> column -> value, columns named as in ``curves.csv``; complete up to the last flush.
     """
 
     def __init__(
-        self, arms: Sequence[Arm], loss: Loss, seed: int = 0, logged: Callable[[int], bool] | None = None
+        self,
+        arms: Sequence[Arm],
+        loss: Loss,
+        seed: int = 0,
+        logged: Callable[[int], bool] | None = None,
+        call: Call = whole,
     ):
-        self.arms, self.loss, self.seed = list(arms), loss, seed
+        self.arms, self.loss, self.seed, self.call = list(arms), loss, seed, call
         self.rows: dict[int, Row] = {}
         self.layouts: dict[tuple[str, str], Layout] = {}
         self._sides: dict[str, KinkSides] = {}
@@ -114,6 +121,8 @@ class Lockstep:
                 arm.optimizer.step()
                 if arm.scheduler is not None:
                     arm.scheduler.step()
+                if arm.after_update is not None:
+                    arm.after_update()
 
     def flush(self) -> None:
         """Fetch what was measured since the last time; mark the arms whose loss became NaN or inf."""
@@ -141,7 +150,7 @@ class Lockstep:
     def _run(self, arm: Arm, step: int, inputs: object, targets: object, logged: bool):
         seed_random_layers((self.seed << 32) + step)
         arm.optimizer.zero_grad(set_to_none=True)
-        outputs = arm.module(cast(inputs, DTYPES[arm.dtype]))
+        outputs = self.call(arm.module, cast(inputs, DTYPES[arm.dtype]))
         loss = self.loss(outputs, cast(targets, DTYPES[arm.dtype]))
         sides = None
         if logged:

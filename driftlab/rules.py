@@ -18,23 +18,77 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from driftlab import evidence as ask
+from driftlab import pairs
 from driftlab.outcomes import outcomes as outcomes_over_seeds
 from driftlab.outcomes import stability
 from driftlab.records import SeedRecord
-from driftlab.verdict import Evidence, Judgement, Place, Verdict
+from driftlab.verdict import Evidence, Finding, Judgement, Place, Verdict
 
 
 def judge(records: Sequence[SeedRecord], subject: str = "candidate") -> Judgement:
-    """The verdict about one role from the curves of all seeds.
+    """The verdict about one role from the probes and the curves of all seeds.
 
     Args:
-        records: finished seeds of one experiment.
+        records: finished seeds of one experiment; their ``run["probes"]`` hold what the probes found.
         subject: "candidate", "control" (the nudge itself) or "reference" (float32 against float64).
     """
     if not records:
         return Judgement(Verdict.INCONCLUSIVE, "no seed has finished: run the same command again", [])
-    pair, excess = ask.float64_pair(records, subject)
-    evaluation, eval_place = ask.evaluation(records, subject)
+    probes = _probes(records) if subject == "candidate" else []
+    if settled := _settled(probes):
+        verdict, finding = settled
+        evidence = [f.evidence for f in probes]
+        return Judgement(verdict, _settled_headline(verdict, finding, len(records)), evidence, finding.place)
+    return _from_curves([_honoured(r) for r in records], subject, probes)
+
+
+def _probes(records: Sequence[SeedRecord]) -> list[Finding]:
+    """One finding a probe: of the first seed in which it speaks for anything but rounding, else of the first."""
+    found: dict[str, Finding] = {}
+    for record in records:
+        for stored in record.run.get("probes") or ():
+            finding = Finding.from_dict(stored)
+            known = found.get(finding.evidence.probe)
+            if known is None or (_speaks(finding) and not _speaks(known)):
+                found[finding.evidence.probe] = finding
+    return list(found.values())
+
+
+def _speaks(finding: Finding) -> bool:
+    return finding.evidence.supports not in (None, Verdict.ROUND_OFF)
+
+
+def _settled(probes: list[Finding]) -> tuple[Verdict, Finding] | None:
+    """What probes alone decide: a network that does not repeat itself, then another function."""
+    for verdict in (Verdict.BUG, Verdict.NONDETERMINISTIC):
+        for finding in probes:
+            if finding.evidence.supports is verdict:
+                return verdict, finding
+    return None
+
+
+def _settled_headline(verdict: Verdict, finding: Finding, n: int) -> str:
+    seeds = f" ({n} seed{'s' if n > 1 else ''})"
+    opening = "not the same function: " if verdict is Verdict.BUG else ""
+    return opening + finding.evidence.reading + seeds
+
+
+def _honoured(record: SeedRecord) -> SeedRecord:
+    """The record less a float64 pair that is none: its candidate computes in fewer bits whatever it is given."""
+    if record.run.get("float64", True):
+        return record
+    arm = "candidate.float64"
+    curves, evaluations = (
+        [{c: v for c, v in row.items() if not c.endswith(f"/{arm}")} for row in table]
+        for table in (record.curves, record.evaluations)
+    )
+    run = record.run | {"arms": {a: v for a, v in record.run["arms"].items() if a != arm}}
+    return SeedRecord(record.seed, curves, evaluations, run)
+
+
+def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Finding]) -> Judgement:
+    pair, excess = pairs.window_pair(records, subject)
+    evaluation, eval_place = pairs.evaluation(records, subject)
     outcomes = outcomes_over_seeds(records, subject)
     place = _place(records, excess, eval_place)
     evidence = [
@@ -46,41 +100,51 @@ def judge(records: Sequence[SeedRecord], subject: str = "candidate") -> Judgemen
         ask.drift(records, subject),
         stability(outcomes),
     ]
-    found = {e.probe: e for e in evidence}
-    controlled = all("control.float64" in record.arms for record in records)
-    verdict = _verdict(found, subject, place, controlled)
+    found = {e.probe: e for e in evidence} | {f.evidence.probe: f.evidence for f in probes}
+    verdict = _verdict(found, subject, place, all("control.float64" in r.arms for r in records))
+    narrow = next((f for f in probes if f.evidence.supports is Verdict.REDUCED_PRECISION), None)
+    if verdict is Verdict.REDUCED_PRECISION and narrow:
+        place = narrow.place
     headline = _headline(verdict, found, subject, place, len(records))
-    return Judgement(verdict, headline, evidence, place if verdict is Verdict.BUG else None, outcomes)
+    named = place if verdict in (Verdict.BUG, Verdict.REDUCED_PRECISION) else None
+    return Judgement(verdict, headline, [f.evidence for f in probes] + evidence, named, outcomes)
 
 
 # Which evidence says that both compute the same function. The control is its own yardstick, so the ratio
 # of the dtypes decides; the reference in float32 is compared with itself in float64.
-_SAME_FUNCTION = {"candidate": "float64_pair", "control": "dtype_ratio", "reference": "float32_start"}
+_SAME_FUNCTION = {
+    "candidate": ("float64_pair", "function"),
+    "control": ("dtype_ratio",),
+    "reference": ("float32_start",),
+}
 
 
 def _verdict(found: dict[str, Evidence], subject: str, place: Place | None, controlled: bool) -> Verdict:
     supports = {probe: e.supports for probe, e in found.items()}
     if supports["same_bits"]:
         return Verdict.BIT_IDENTICAL
-    if place is not None or supports["float64_pair"] is Verdict.BUG:
+    if place is not None:
         return Verdict.BUG
-    same_function = supports[_SAME_FUNCTION[subject]]
+    same_function = next((supports[p] for p in _SAME_FUNCTION[subject] if supports.get(p)), None)
     if same_function is Verdict.BUG:
         return Verdict.BUG
     if same_function is None:
         return Verdict.INCONCLUSIVE
-    if supports["float32_start"] is Verdict.REDUCED_PRECISION:
+    probed = "function" in supports
+    narrow = [p for p in supports if supports[p] is Verdict.REDUCED_PRECISION]
+    if narrow and (narrow != ["float32_start"] or not probed):
         return Verdict.REDUCED_PRECISION
     if found["stability"].measured:
         return supports["stability"] or Verdict.INCONCLUSIVE
-    # without a float32 pair there is no drift to ask about: float64 beside its control decides
+    # without a float32 pair there is no drift to ask about: float64 beside its control decides; and where the
+    # float32 path itself was probed, how far its rounding carries it decides nothing
     in_float64_alone = controlled and found["float32_start"].measured is None
-    drifts_alike = supports["drift"] or subject == "control" or in_float64_alone
+    drifts_alike = supports["drift"] or subject == "control" or in_float64_alone or probed
     return Verdict.ROUND_OFF if drifts_alike else Verdict.INCONCLUSIVE
 
 
 def _place(
-    records: Sequence[SeedRecord], excess: ask.Excess | None, eval_place: Place | None
+    records: Sequence[SeedRecord], excess: pairs.Excess | None, eval_place: Place | None
 ) -> Place | None:
     """Where the difference arises: by the local probe if that found it, else by the pass of the first excess.
 
@@ -90,7 +154,7 @@ def _place(
         return None
     for record in records:
         if local := record.run.get("local"):
-            return Place(local["module"], local["pass"], 0)
+            return Place(local["module"], local["pass"], local.get("step", 0))
     if excess is None:
         return eval_place
     pass_ = dict(ask.PASSES)[excess.kind]
@@ -102,7 +166,7 @@ _SENTENCES = {
     Verdict.ROUND_OFF: "the same function: what differs is rounding, and it grows as it does in the control",
     Verdict.REDUCED_PRECISION: "the same function in float64, computed in fewer bits than float32 promises",
     Verdict.UNSTABLE: "the same function, but the training sits on an edge: round-off decides who falls over",
-    Verdict.BUG: "not the same function: {place}, in float64 too",
+    Verdict.BUG: "not the same function: {place}, by more than rounding makes",
 }
 
 
@@ -110,7 +174,7 @@ def _headline(verdict: Verdict, found: dict[str, Evidence], subject: str, place:
     seeds = f"{n} seed{'s' if n > 1 else ''}"
     if verdict is not Verdict.INCONCLUSIVE:
         return _SENTENCES[verdict].format(subject=subject, place=place or subject) + f" ({seeds})"
-    if found[_SAME_FUNCTION[subject]].measured is None:
+    if all(p not in found or found[p].measured is None for p in _SAME_FUNCTION[subject]):
         return "float32 alone cannot tell rounding from a bug: run again with dtypes=[float32,float64]"
     if found["stability"].measured:
         return f"the {subject} alone fell over in {seeds}: run more seeds, seed=0..{max(2 * n, 10) - 1}"

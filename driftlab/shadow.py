@@ -60,24 +60,46 @@ class Shadow(Tensor):
 
 
 class _Arithmetic(TorchDispatchMode):
-    """So that tensors made on the way (zeros, arange, constants) are held in float64 too."""
+    """So that tensors made on the way (zeros, arange, constants) are held in float64 too.
+
+    Args:
+        nudge: draws the directions in which plain tensors are moved by one unit in their last place.
+    """
+
+    def __init__(self, nudge: torch.Generator | None = None):
+        super().__init__()
+        self.nudge = nudge
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # to skip it, torch would import it first: two seconds
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if self.nudge is not None and func not in _IN_PLACE_COPIES:
+            args, kwargs = pytree.tree_map_only(Tensor, self._nudged, (args, kwargs or {}))
         return _run(func, args, kwargs or {})
+
+    def _nudged(self, tensor: Tensor) -> Tensor:
+        """Whatever is no shadow is a constant that the code stored or wrote down."""
+        if isinstance(tensor, Shadow | _Bits) or tensor.dtype not in _HALVES:
+            return tensor
+        up = torch.rand(tensor.shape, generator=self.nudge).to(tensor.device) < 0.5
+        infinite = torch.full_like(tensor, torch.inf)
+        return torch.nextafter(tensor, torch.where(up, infinite, -infinite))
 
 
 @contextmanager
-def shadow_arithmetic():
-    """Inside, every operation runs in float64; compiled code runs as it was written."""
+def shadow_arithmetic(nudge: torch.Generator | None = None):
+    """Inside, every operation runs in float64; compiled code runs as it was written.
+
+    Args:
+        nudge: if given, every constant that is no parameter or buffer is moved by one unit in its last place.
+    """
     with ExitStack() as stack:
         # its recurrent kernels know float32 alone; without it they are made of plain operations
         stack.enter_context(_without_mkldnn())
         stack.enter_context(_eager())
-        stack.enter_context(_Arithmetic())
+        stack.enter_context(_Arithmetic(nudge))
         yield
 
 
@@ -133,6 +155,7 @@ def held(values: object) -> object:
     return pytree.tree_map_only(Shadow, lambda t: t.held.detach(), values)
 
 
+_IN_PLACE_COPIES = {_aten.copy_.default, _aten.fill_.Scalar, _aten.zero_.default}
 # Rounding to a grid is the identity here: fake quantisation is precision, not function.
 _GRIDS = {
     _aten.round.default: lambda t, *_, **__: t,

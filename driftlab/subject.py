@@ -14,6 +14,7 @@ from driftlab.modules import paired_modules
 from driftlab.probes.arithmetic import Recorded, whole_network
 from driftlab.probes.locating import Local
 from driftlab.probes.recording import record
+from driftlab.unfold import floating_tensors
 
 
 @dataclass
@@ -22,6 +23,10 @@ class Subject:
 
     Attributes:
         optimizer, candidate_optimizer: make the optimizer of a module.
+        call: how a network takes its inputs.
+        pairs: names of the reference's modules -> those of the candidate's that stand for them.
+        written_otherwise: the reference's parameters that the candidate does not hold with the same values
+            (scaled, reparametrised, or another start).
     """
 
     reference: nn.Module
@@ -33,9 +38,15 @@ class Subject:
     call: Call = whole
     seed: int = 0
     pairs: Mapping[str, str] = field(init=False)
+    written_otherwise: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.pairs = paired_modules(self.reference, self.candidate, self.fold.sources)
+        self.written_otherwise = _written_otherwise(self.reference, self.candidate, self.fold)
+
+    def comparable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The fold, less the parameters that the candidate writes otherwise: the two never were equal there."""
+        return {n: t for n, t in self.fold(tensors).items() if n not in self.written_otherwise}
 
     def on(self, batch: tuple[object, object]) -> Recorded:
         """The whole network on one batch."""
@@ -45,3 +56,15 @@ class Subject:
         """Every pair of modules, with what the reference's module is given on this batch."""
         calls = record(self.reference, self.on(batch), self.seed)
         return Local(self.reference, self.candidate, self.fold, self.pairs, calls, self.seed)
+
+
+def _written_otherwise(reference: nn.Module, candidate: nn.Module, fold: Fold) -> list[str]:
+    folded = fold(floating_tensors(candidate))
+    found = []
+    for name, parameter in reference.named_parameters():
+        other = folded.get(name)
+        same = other is not None and other.shape == parameter.shape
+        # a dtype of fewer bits holds the same value as well as it can
+        if not same or not bool((other == parameter.detach().to(other)).all()):
+            found.append(name)
+    return found

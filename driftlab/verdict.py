@@ -44,7 +44,10 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a difference arises: a module's dotted name or None, a pass, and the first step."""
+    """Where a difference arises: a module's dotted name ("" the network itself, None unknown), a pass, the first step.
+
+    ``place.pass_`` is ``place["pass"]`` too, as ``verdict.json`` spells it.
+    """
 
     module: str | None
     pass_: str
@@ -53,9 +56,30 @@ class Place:
     def as_dict(self) -> dict:
         return {"module": self.module, "pass": self.pass_, "step": self.step}
 
+    def __getitem__(self, key: str) -> str | int | None:
+        return self.as_dict()[key]
+
     def __str__(self) -> str:
-        where = f" of {self.module}" if self.module else ""
+        where = f" of {self.module}" if self.module else " of the network itself" if self.module == "" else ""
         return f"the {self.pass_}{where}, since step {self.step}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A piece of evidence, and the place that it points at, where it does."""
+
+    evidence: Evidence
+    place: Place | None = None
+
+    def as_dict(self) -> dict:
+        return self.evidence.as_dict() | {"place": self.place.as_dict() if self.place else None}
+
+    @classmethod
+    def from_dict(cls, stored: dict) -> Finding:
+        place, supports = stored["place"], stored["supports"]
+        values = {k: v for k, v in stored.items() if k != "place"}
+        evidence = Evidence(**values | {"supports": Verdict(supports) if supports else None})
+        return cls(evidence, Place(place["module"], place["pass"], place["step"]) if place else None)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from driftlab.evidence import HALFWAY
 from driftlab.examination import Examination
 from driftlab.findings.determinism import wavers
 from driftlab.findings.streams import drawn_otherwise
-from driftlab.probes.arithmetic import run
+from driftlab.probes.arithmetic import CannotRun, run
 from driftlab.probes.comparison import Comparison, Difference
 from driftlab.probes.constants import rounded_constants
 from driftlab.probes.locating import first_wrong, slightly_wrong
+from driftlab.probes.sizes import fewer_samples
 from driftlab.verdict import Evidence, Place, Verdict
 
 QUESTION = "Fed the same inputs, do both compute the same function, once rounding is taken away?"
@@ -20,13 +23,61 @@ NO_GRADIENT = 1e-6
 
 
 def ask_function(found: Examination) -> None:
+    """On the batch; and where nothing is wrong there, on fewer samples of it."""
+    _ask(found)
+    if found.comparable and not found.supports(Verdict.BUG) and not found.supports(Verdict.NONDETERMINISTIC):
+        _ask_fewer(found)
+
+
+FEWER = "On fewer samples than the batch holds, do both still compute the same function?"
+
+
+def _ask_fewer(found: Examination) -> None:
+    """Batches end in odd ones: three samples, and one, where the reference takes them."""
+    for size in (3, 1):
+        batch = fewer_samples(found.batch, size)
+        if batch is None:
+            continue
+        part = Examination(found.subject, batch)
+        try:
+            wrong = part.network.wrong()
+        except CannotRun as error:
+            if _runs(found, batch):
+                reading = f"the candidate fails on {size} sample{'s' * (size > 1)}, where the reference does not: {error}"
+                found.add(
+                    Evidence("fewer_samples", FEWER, float(size), None, Verdict.BUG, reading),
+                    Place("", "forward", 0),
+                )
+                return
+            continue
+        if wrong:
+            _ask(part)
+            bugs = [f for f in part.findings if f.evidence.supports is Verdict.BUG]
+            for finding in bugs[:1]:
+                reading = f"on {size} sample{'s' * (size > 1)}: {finding.evidence.reading}"
+                found.add(
+                    replace(finding.evidence, probe="fewer_samples", question=FEWER, reading=reading),
+                    finding.place,
+                )
+                return
+
+
+def _runs(found: Examination, batch: tuple[object, object]) -> bool:
+    try:
+        run(found.subject.reference, found.subject.on(batch), "float32", found.subject.seed)
+    except CannotRun:
+        return False
+    return True
+
+
+def _ask(found: Examination) -> None:
     network, wrong = found.network, found.network.wrong()
     located = first_wrong(found.local) if wrong else slightly_wrong(found.local)
     if wrong and drawn_otherwise(found, located):
         return
     if not wrong and located is None:
         return _same(found, network)
-    module, difference = located or ("", wrong[0])
+    module, difference = located or (_owner(wrong), wrong[0])
     if (why := rounded_constants(found.subject, found.whole, wrong or [difference])) is not None:
         return _same(found, network, why)
     if wavers(found, module):
@@ -37,6 +88,12 @@ def ask_function(found: Examination) -> None:
         Evidence("function", QUESTION, excess, HALFWAY, Verdict.BUG, _wrong(difference, place, network)),
         place,
     )
+
+
+def _owner(wrong: list[Difference]) -> str:
+    """The module whose weights alone have a wrong gradient, though each of its calls is right (a tie undone)."""
+    owners = {d.name.rpartition(".")[0] for d in wrong if d.pass_ == "weight gradient"}
+    return owners.pop() if len(owners) == 1 and wrong[0].pass_ == "weight gradient" else ""
 
 
 def excess_of(difference: Difference, network: Comparison) -> float:

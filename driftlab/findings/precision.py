@@ -6,7 +6,10 @@ import math
 
 from driftlab.evidence import HALFWAY_BITS
 from driftlab.examination import Examination
-from driftlab.probes.comparison import Difference
+from driftlab.probes.arithmetic import CannotRun
+from driftlab.probes.comparison import Difference, compare
+from driftlab.probes.locating import Local
+from driftlab.probes.sizes import centred
 from driftlab.verdict import Evidence, Place, Verdict
 
 QUESTION = "Against the exact result, is the candidate's float32 as near as the reference's?"
@@ -38,11 +41,28 @@ def ask_precision(found: Examination) -> None:
 
 
 def _first_narrow(found: Examination) -> tuple[str, Difference] | None:
-    """The innermost module, first in execution order, that loses bits by itself; "" where only the whole does."""
+    """The innermost module, first in execution order, that loses bits by itself; "" where only the whole does.
+
+    Fewer bits show on any inputs. An algorithm that cancels (a variance in one pass) loses them only where a
+    large mean stands on a small spread, so the loss must stay when the inputs are centred.
+    """
     local = found.local
+    conditioned = False
     for name in local.rewritten():
         differences = [d for c in local.comparisons(name) for d in c.narrow()]
         if differences and local.wrong(name) is None:
-            return name, differences[0]
+            if _stays(local, name):
+                return name, differences[0]
+            conditioned = True
     narrow = found.network.narrow()
-    return ("", narrow[0]) if narrow else None
+    return ("", narrow[0]) if narrow and not conditioned else None
+
+
+def _stays(local: Local, name: str) -> bool:
+    mine, theirs = local.pair(name)
+    try:
+        call = centred(local.calls[name][0])
+        again = compare(mine, theirs, call, local.fold, prefixes=(name, local.pairs[name]), seed=local.seed)
+    except CannotRun:
+        return True
+    return bool(again.narrow())

@@ -63,16 +63,24 @@ def in_arithmetic(module: nn.Module, arithmetic: str) -> nn.Module:
 
 
 def run(
-    module: nn.Module, recorded: Recorded, arithmetic: str, seed: int = 0, evaluate: bool = True
+    module: nn.Module,
+    recorded: Recorded,
+    arithmetic: str,
+    seed: int = 0,
+    evaluate: bool = True,
+    nudge: torch.Generator | None = None,
 ) -> Passes:
     """Forward, backward and, in eval mode, forward once more, of a copy of ``module``.
+
+    Args:
+        nudge: moves the constants of a shadow run, see ``shadow_arithmetic``.
 
     Raises:
         CannotRun: the module raises in this arithmetic.
     """
     try:
         twin = in_arithmetic(module, arithmetic)
-        with shadow_arithmetic() if arithmetic.startswith("shadow") else nullcontext():
+        with shadow_arithmetic(nudge) if arithmetic.startswith("shadow") else nullcontext():
             found = _training_pass(twin, recorded, arithmetic, seed)
             if evaluate:
                 found["eval"] = _eval_pass(twin, recorded, arithmetic, seed)

@@ -148,10 +148,11 @@ def compare(
         _try(both, failed, arithmetic, reference, candidate, recorded, seed, evaluate)
     if "float32" not in both:
         raise CannotRun(failed["float32"])
-    found = _differences(both, fold, prefixes)
+    used = _used(recorded)
+    found = _differences(both, fold, prefixes, used)
     if "shadow" in both and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found):
         _try(both, failed, "shadow64", reference, candidate, recorded, seed, evaluate)
-        found = _differences(both, fold, prefixes)
+        found = _differences(both, fold, prefixes, used)
     return Comparison(found, failed, tuple(both))
 
 
@@ -163,8 +164,15 @@ def _try(both: dict, failed: dict, arithmetic: str, reference, candidate, record
         failed[arithmetic] = str(error)
 
 
+def _used(recorded: Recorded) -> set[str] | None:
+    """The outputs that a gradient came back to; None where all count."""
+    if recorded.loss is not None:
+        return None
+    return {str(i) for i, gradient in enumerate(recorded.gradients) if gradient is not None}
+
+
 def _differences(
-    both: dict[str, tuple[Passes, Passes]], fold: Fold, prefixes: tuple[str, str]
+    both: dict[str, tuple[Passes, Passes]], fold: Fold, prefixes: tuple[str, str], used: set[str] | None
 ) -> list[Difference]:
     read = {
         a: tuple(_by_reference_names(p, fold, prefixes, i) for i, p in enumerate(pair))
@@ -176,6 +184,7 @@ def _differences(
         for pass_ in PASSES
         for name, tensor in truth.get(pass_, {}).items()
         if all(name in pair[i].get(pass_, {}) for pair in read.values() for i in (0, 1))
+        and (used is None or pass_ not in ("forward", "eval") or name in used)
     ]
 
 

@@ -7,10 +7,9 @@ moves the result is what rounding the constants once makes of it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from driftlab.probes.arithmetic import CannotRun, Passes, Recorded, run
 from driftlab.probes.comparison import Difference, distance
@@ -28,23 +27,23 @@ def rounded_constants(subject: Subject, whole: Recorded, wrong: list[Difference]
     """What explains ``wrong``, in words; None where stored constants do not."""
     if any(not d.relative < LARGEST for d in wrong):
         return None
-    named = list(_own_names(subject.candidate, subject.fold.unused, subject.reference))
-    if not named:
+    explained = [role for role in ("candidate", "reference") if _explains(subject, role, whole, wrong)]
+    if not explained:
         return None
+    return f"{wrong[0].relative:.1g} (relative) that rounding the constants of the {explained[0]} to float32 makes"
+
+
+def _explains(subject: Subject, role: str, whole: Recorded, wrong: list[Difference]) -> bool:
+    """Whether the constants of one of the two, moved by a unit in the last place, make as much difference."""
+    module = getattr(subject, role)
+    own = _own_names(subject) if role == "candidate" else []
     try:
-        still = run(subject.candidate, whole, "shadow", subject.seed)
-        moved = [
-            run(_moved(subject.candidate, named, trial), whole, "shadow", subject.seed)
-            for trial in range(TRIALS)
-        ]
+        still = run(module, whole, "shadow", subject.seed)
+        moved = [_moved(module, own, whole, subject.seed, trial) for trial in range(TRIALS)]
     except CannotRun:
-        return None
-    for d in wrong:
-        response = max(_response(still, m, d.pass_) for m in moved)
-        if not d.apart.get("shadow", 0.0) <= WITHIN * response:
-            return None
-    listed = ", ".join(named[:3])
-    return f"{wrong[0].relative:.1g} (relative): values that it stores in float32 ({listed}) and the reference does not"
+        return False
+    responses = {d.pass_: max(_response(still, m, d.pass_) for m in moved) for d in wrong}
+    return all(d.apart.get("shadow", 0.0) <= WITHIN * responses[d.pass_] for d in wrong)
 
 
 def _response(still: Passes, moved: Passes, pass_: str) -> float:
@@ -52,21 +51,17 @@ def _response(still: Passes, moved: Passes, pass_: str) -> float:
     return max((distance(b, a) for a, b in pairs if b is not None), default=0.0)
 
 
-def _own_names(candidate: nn.Module, unused: tuple[str, ...], reference: nn.Module) -> Iterator[str]:
-    """Floating tensors of the candidate that stand for none of the reference's: parameters, buffers, attributes."""
-    tensors = {**dict(candidate.named_parameters()), **dict(candidate.named_buffers())}
-    yield from (n for n in unused if n in tensors and tensors[n].is_floating_point())
-    known = {f"{p}.{k}" for p, m in reference.named_modules() for k in vars(m)}
-    for prefix, module in candidate.named_modules():
-        for key, value in vars(module).items():
-            name = f"{prefix}.{key}"
-            if isinstance(value, Tensor) and value.is_floating_point() and name not in known:
-                yield name.removeprefix(".")
+def _own_names(subject: Subject) -> list[str]:
+    """Floating parameters and buffers of the candidate that stand for none of the reference's."""
+    tensors = {**dict(subject.candidate.named_parameters()), **dict(subject.candidate.named_buffers())}
+    otherwise = frozenset().union(*(subject.fold.sources(n) for n in subject.written_otherwise))
+    names = {*subject.fold.unused, *otherwise}
+    return [n for n in tensors if n in names and tensors[n].is_floating_point()]
 
 
-def _moved(candidate: nn.Module, names: list[str], seed: int) -> nn.Module:
-    """A copy with each of the tensors ``names`` moved by one unit in the last place, this way or that."""
-    twin, generator = copy.deepcopy(candidate), torch.Generator().manual_seed(seed)
+def _moved(module: nn.Module, names: list[str], whole: Recorded, seed: int, trial: int) -> Passes:
+    """A run with each constant, and each of the tensors ``names``, moved by one unit in the last place."""
+    twin, generator = copy.deepcopy(module), torch.Generator().manual_seed(trial)
     for name in names:
         prefix, _, key = name.rpartition(".")
         tensor = getattr(twin.get_submodule(prefix), key)
@@ -74,4 +69,4 @@ def _moved(candidate: nn.Module, names: list[str], seed: int) -> nn.Module:
         with torch.no_grad():
             infinite = torch.full_like(tensor, torch.inf)
             tensor.copy_(torch.nextafter(tensor, torch.where(up, infinite, -infinite)))
-    return twin
+    return run(twin, whole, "shadow", seed, nudge=generator)

@@ -89,7 +89,8 @@ def _outputs(network: nn.Module, whole: Recorded, seed: int) -> list[tuple[str, 
         return hook
 
     for name, module in network.named_modules():
-        module.register_forward_hook(keep(name))
+        if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            module.register_forward_hook(keep(name))
     seed_random_layers(seed)
     with torch.no_grad():
         whole.call(network, whole.args, whole.kwargs)

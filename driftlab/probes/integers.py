@@ -63,7 +63,7 @@ class IntegerPair:
             return make(tensor.shape).to(tensor).requires_grad_(tensor.requires_grad)
 
         args, kwargs = pytree.tree_map_only(Tensor, integers, (call.args, call.kwargs))
-        return with_gradients(self.mine, Recorded(args, kwargs), lambda t: make(t.shape))
+        return with_gradients(self.mine, Recorded(args, kwargs, call.gradients), lambda t: make(t.shape))
 
     def exactness(self, call: Recorded) -> Exactness | None:
         """None where the reference itself is not exact, or does not run on this call."""

@@ -23,7 +23,7 @@ def record(network: nn.Module, whole: Recorded, seed: int = 0) -> dict[str, list
     """
     network, calls, order = copy.deepcopy(network), {}, []
     for name, module in network.named_modules():
-        if name:
+        if name and not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
             _watch(module, name, calls, order)
     seed_random_layers(seed)
     whole.loss(whole.call(network, whole.args, whole.kwargs), "float32").backward()

@@ -25,6 +25,15 @@ def batch_of(call: Recorded, size: int) -> Recorded | None:
     return _mapped(call, lambda t: t[:size] if t.dim() else t)
 
 
+def fewer_samples(batch: tuple[object, object], size: int) -> tuple[object, object] | None:
+    """The first ``size`` samples of inputs and targets; None where they have no batch dimension in common."""
+    tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
+    lengths = {t.shape[0] if t.dim() else 0 for t in tensors}
+    if len(lengths) != 1 or next(iter(lengths)) <= size:
+        return None
+    return pytree.tree_map_only(Tensor, lambda t: t[:size], batch)
+
+
 def _mapped(call: Recorded, change: Callable[[Tensor], Tensor]) -> Recorded:
     def changed(tensor: Tensor) -> Tensor:
         return change(tensor.detach()).clone().requires_grad_(tensor.requires_grad)
@@ -35,13 +44,19 @@ def _mapped(call: Recorded, change: Callable[[Tensor], Tensor]) -> Recorded:
 
 
 def with_gradients(module: nn.Module, call: Recorded, make: Callable[[Tensor], Tensor]) -> Recorded:
-    """``call`` with output gradients ``make(output)`` in the shapes that ``module`` gives on it."""
+    """``call`` with output gradients ``make(output)`` in the shapes that ``module`` gives on it.
+
+    Outputs that got none in ``call`` get none.
+    """
     seed_random_layers(0)
     twin = copy.deepcopy(module)
     inputs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (call.args, call.kwargs))
     with torch.no_grad():
         outputs = floating_leaves(twin(*inputs[0], **inputs[1]))
-    return replace(call, gradients=[make(t).to(t) for t in outputs])
+    used = [g is not None for g in call.gradients] or [True] * len(outputs)
+    return replace(
+        call, gradients=[make(t).to(t) if u else None for t, u in zip(outputs, used, strict=False)]
+    )
 
 
 def other_sizes(call: Recorded) -> Iterator[tuple[str, Recorded]]:
@@ -85,6 +100,11 @@ def other_values(call: Recorded) -> Iterator[tuple[str, Recorded]]:
     yield "inputs eight times as large", _values(few, lambda t: 8 * t)
     yield "inputs of the other sign", _values(few, lambda t: -t)
     yield "inputs moved up by two", _values(few, lambda t: t + 2)
+
+
+def centred(call: Recorded) -> Recorded:
+    """The call with inputs of mean zero and spread one."""
+    return _values(call, lambda t: (t - t.mean()) / t.std(correction=0).clamp_min(1e-30))
 
 
 def zeros(call: Recorded) -> tuple[str, Recorded]:

@@ -1,0 +1,214 @@
+"""One call for the whole question: is the candidate the same function as the reference, and if not, where not?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from driftlab.calling import calling
+from driftlab.pairs import window_pair
+from driftlab.examination import Examination, examined
+from driftlab.findings.late import ask_last, ask_repeat, ask_written_otherwise, locate, step_of
+from driftlab.fold import FoldError, find_fold
+from driftlab.late import Snapshots
+from driftlab.probes.arithmetic import CannotRun
+from driftlab.records import SeedRecord
+from driftlab.rules import judge
+from driftlab.subject import Subject
+from driftlab.verdict import Evidence, Finding, Judgement, Place, Verdict
+from driftlab.window import Batches, Window
+
+Rewrite = Callable[[nn.Module], nn.Module]
+
+
+class DiagnoseError(ValueError):
+    """What was asked cannot be diagnosed; the message is one line: what, where, what to write instead."""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The verdict about a candidate, with its reasons; ``print`` shows them as a table.
+
+    Attributes:
+        verdict: what came out.
+        headline: the same in a sentence.
+        where: module, pass and step, where the verdict has a place.
+        evidence: every question that was asked, with measured value, threshold and reading.
+    """
+
+    verdict: Verdict
+    headline: str
+    where: Place | None
+    evidence: list[Evidence]
+
+    def __str__(self) -> str:
+        from driftlab.table import as_table
+
+        return as_table(self)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """What the networks are trained by where nobody says otherwise."""
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def diagnose(
+    reference: nn.Module,
+    candidate: nn.Module | Rewrite,
+    batches: Iterable[tuple[object, object]],
+    loss: Callable[[object, object], Tensor] = F.cross_entropy,
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = sgd,
+    candidate_optimizer: Callable[[nn.Module], Optimizer] | None = None,
+    steps: int = 20,
+    fold: Callable | None = None,
+    seed: int = 0,
+) -> Diagnosis:
+    """Say whether ``candidate`` computes and trains as ``reference`` does, and if not, where it departs.
+
+    Probes come first, which need no training; then, unless they settle it, both are trained in lockstep in
+    float32 and float64 beside controls nudged by one ulp. Nothing that is handed over is changed.
+
+    Args:
+        reference: the network as it was.
+        candidate: the network after the rewrite, from the same weights; or the function that makes it from a
+            deep copy of the reference.
+        batches: pairs ``(inputs, targets)``, repeated as needed. Inputs are a tensor, or a tuple or dict of
+            arguments; they lie on the networks' device.
+        loss: ``loss(outputs, targets)``, a scalar tensor.
+        optimizer: makes an optimizer of parameters.
+        candidate_optimizer: makes the candidate's optimizer of the candidate module, for rewrites that change
+            parameter groups; as ``optimizer`` where None.
+        steps: updates in the lockstep window. A fault that sets in later is not seen.
+        fold: ``fold(tensors by the candidate's names) -> tensors by the reference's names``; found by value
+            where None.
+        seed: of the random layers and of the controls' nudges.
+
+    Raises:
+        DiagnoseError: a network does not run on the batches, an argument is not what it should be.
+    """
+    subject, kept = _subject(
+        reference, candidate, batches, loss, optimizer, candidate_optimizer, steps, fold, seed
+    )
+    was = torch.get_rng_state()
+    try:
+        record = diagnosed(subject, kept, steps)
+    except CannotRun as error:
+        raise DiagnoseError(f"a network does not run on the first batch: {error}") from None
+    finally:
+        torch.set_rng_state(was)
+    judgement = judge([record])
+    return _diagnosis(judgement)
+
+
+def diagnosed(subject: Subject, batches: Batches, steps: int) -> SeedRecord:
+    """All the evidence about a pair, as the record of one seed.
+
+    Raises:
+        CannotRun: one of the two does not run at all.
+    """
+    found = _examined(subject, batches)
+    if found.supports(Verdict.BUG) or found.supports(Verdict.NONDETERMINISTIC):
+        return SeedRecord(subject.seed, [], [], {"arms": {}, "probes": _stored(found.findings)})
+    window = Window(subject, batches, steps, float64=found.float64)
+    record = window.run()
+    findings = [*found.findings, ask_repeat(subject, batches, record, steps)]
+    if findings[-1].evidence.supports is None:
+        findings += _later(subject, batches, steps, record)
+    return SeedRecord(
+        subject.seed, record.curves, record.evaluations, record.run | {"probes": _stored(findings)}
+    )
+
+
+def _examined(subject: Subject, batches: Batches) -> Examination:
+    """On the first batch; and on the first of every other shape."""
+    return examined(subject, batches[0])
+
+
+def _later(subject: Subject, batches: Batches, steps: int, record: SeedRecord) -> list[Finding]:
+    _, excess = window_pair([record], "candidate")
+    if subject.written_otherwise:  # there is no putting both on the same weights
+        return ask_written_otherwise(subject, excess) if excess and excess.step else []
+    snapshots = Snapshots(subject, batches, steps)
+    found = locate(snapshots, step_of(excess)) if excess and excess.kind != "weight_distance" else []
+    return found or ask_last(snapshots, steps)
+
+
+def _stored(findings: list[Finding]) -> list[dict]:
+    return [f.as_dict() for f in findings]
+
+
+def _diagnosis(judgement: Judgement) -> Diagnosis:
+    return Diagnosis(judgement.verdict, judgement.headline, judgement.where, judgement.evidence)
+
+
+def _subject(reference, candidate, batches, loss, optimizer, candidate_optimizer, steps, fold, seed):
+    if not isinstance(reference, nn.Module):
+        raise DiagnoseError(f"reference is a {type(reference).__name__}: give a torch.nn.Module")
+    if not isinstance(steps, int) or steps < 1:
+        raise DiagnoseError(
+            f"steps={steps!r}: give a whole number of updates, 1 or more (nine or more tell most)"
+        )
+    reference = copy.deepcopy(reference)
+    candidate, rewrite = _candidate(reference, candidate)
+    kept = _batches(batches, steps)
+    if fold is not None:
+        candidate.fold = fold
+    try:
+        found = find_fold(reference, candidate, rewrite)
+    except FoldError as error:
+        raise DiagnoseError(str(error)) from None
+    subject = Subject(
+        reference,
+        candidate,
+        found,
+        loss,
+        lambda module: optimizer(module.parameters()),
+        candidate_optimizer or (lambda module: optimizer(module.parameters())),
+        calling(reference, kept[0][0]),
+        seed,
+    )
+    return subject, kept
+
+
+def _candidate(reference: nn.Module, candidate: nn.Module | Rewrite) -> tuple[nn.Module, Rewrite | None]:
+    if isinstance(candidate, nn.Module):
+        return copy.deepcopy(candidate), None
+    if not callable(candidate):
+        raise DiagnoseError(
+            f"candidate is a {type(candidate).__name__}: give a torch.nn.Module, or a function model -> model"
+        )
+    try:
+        made = candidate(copy.deepcopy(reference))
+    except Exception as error:
+        raise DiagnoseError(f"candidate(model) raised {type(error).__name__}: {_one_line(error)}") from error
+    if not isinstance(made, nn.Module):
+        raise DiagnoseError(
+            f"candidate(model) returned a {type(made).__name__}: it must return a torch.nn.Module"
+        )
+    return made, candidate
+
+
+def _batches(batches: Iterable, steps: int) -> list:
+    kept = list(islice(iter(batches), steps + 1))
+    if not kept:
+        raise DiagnoseError("batches holds none: give an iterable of (inputs, targets)")
+    for batch in kept:
+        if not isinstance(batch, tuple | list) or len(batch) != 2:
+            kind = (
+                f"{type(batch).__name__} of {len(batch)}"
+                if hasattr(batch, "__len__")
+                else type(batch).__name__
+            )
+            raise DiagnoseError(f"batches holds a {kind}: give pairs (inputs, targets)")
+    return kept
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200]

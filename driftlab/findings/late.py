@@ -1,0 +1,82 @@
+"""What the window shows that the first step did not."""
+
+from __future__ import annotations
+
+from driftlab.evidence import HALFWAY
+from driftlab.findings.function import ask_function
+from driftlab.findings.precision import ask_precision
+from driftlab.late import Snapshots, is_wrong
+from driftlab.pairs import Excess
+from driftlab.records import SeedRecord
+from driftlab.subject import Subject
+from driftlab.verdict import Evidence, Finding, Place, Verdict
+from driftlab.window import Batches, Window, same_rows
+
+REPEAT = "Does the window repeat itself, bit for bit, when it is run a second time?"
+LAST = "At the end of the window, on the same weights, do both still compute the same function, as precisely?"
+
+
+def ask_repeat(subject: Subject, batches: Batches, record: SeedRecord, steps: int) -> Finding:
+    """The float32 pair once more: what strikes rarely has as many chances again."""
+    second = Window(subject, batches, steps, dtypes=("float32",), controls=()).run()
+    step = same_rows(record, second)
+    if step is None:
+        return Finding(Evidence("repeat", REPEAT, 0.0, 0.0, None, f"it does, {steps} updates"))
+    reading = f"it does not, from step {step} on: no difference between the two means anything"
+    place = Place(None, "forward", step)
+    return Finding(Evidence("repeat", REPEAT, None, 0.0, Verdict.NONDETERMINISTIC, reading), place)
+
+
+def ask_last(snapshots: Snapshots, steps: int) -> list[Finding]:
+    """The pair after the last update, put on the same weights."""
+    last = snapshots.at(steps)
+    if not is_wrong(last) and not last.network.narrow():
+        return [Finding(Evidence("last_step", LAST, 0.0, HALFWAY, None, f"they do, at step {steps}"))]
+    if is_wrong(last):
+        return locate(snapshots, snapshots.first_wrong(steps))
+    ask_precision(last)
+    return [_late(f, steps) for f in last.findings if f.evidence.supports]
+
+
+def locate(snapshots: Snapshots, step: int) -> list[Finding]:
+    """Where the pair differs at ``step``: module and pass, on the same weights."""
+    found = snapshots.at(step)
+    ask_function(found)
+    return [
+        _late(f, step)
+        for f in found.findings
+        if f.evidence.supports in (Verdict.BUG, Verdict.NONDETERMINISTIC)
+    ]
+
+
+def _late(finding: Finding, step: int) -> Finding:
+    e, place = finding.evidence, finding.place
+    place = Place(place.module, place.pass_, step) if place else None
+    reading = e.reading.replace("since step 0", f"since step {step}")
+    return Finding(
+        Evidence(f"{e.probe}_later", e.question, e.measured, e.threshold, e.supports, reading), place
+    )
+
+
+def ask_written_otherwise(subject: Subject, excess: Excess) -> list[Finding]:
+    """Weights that the candidate writes otherwise start alike and are moved otherwise."""
+    names = subject.written_otherwise
+    step = max(0, excess.step - 1)
+    place = Place(names[0].rpartition(".")[0], "update", step)
+    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    reading = (
+        f"{place}: the candidate holds {listed} in another form; both agree before the update and no longer after it, "
+        f"since the optimizer moves what is stored"
+    )
+    question = "Do both still agree after an update, though some weights are stored in another form?"
+    return [
+        Finding(
+            Evidence("stored_otherwise", question, excess.measured, excess.allowed, Verdict.BUG, reading),
+            place,
+        )
+    ]
+
+
+def step_of(excess: Excess) -> int:
+    """Weights that differ at a row were moved apart by the update before it."""
+    return excess.step - 1 if excess.kind == "weight_distance" and excess.step else excess.step

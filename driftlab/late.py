@@ -1,0 +1,59 @@
+"""Faults that are not there at the start: both networks on the candidate's weights, at any step of the window.
+
+At a later step drift has parted the weights, so they are made equal: the reference gets the candidate's, by the
+fold. Then the probes of one step serve again, with no drift in between.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from driftlab.examination import Examination
+from driftlab.subject import Subject
+from driftlab.unfold import floating_tensors
+from driftlab.window import Batches, Window
+
+
+class Snapshots:
+    """The float32 pair of a window, made anew, as it stood before each step."""
+
+    def __init__(self, subject: Subject, batches: Batches, steps: int):
+        self.subject = subject
+        self.window = Window(subject, batches, steps, dtypes=("float32",), controls=())
+        self._kept: list[tuple[nn.Module, nn.Module]] = []
+        for _ in self.window.walk():
+            pair = (self.window.arm(f"{role}.float32").module for role in ("reference", "candidate"))
+            self._kept.append(tuple(copy.deepcopy(m) for m in pair))
+
+    def at(self, step: int) -> Examination:
+        """Both on the weights that the candidate has before ``step``, fed that step's batch."""
+        return Examination(in_step(self.subject, *self._kept[step]), self.window.batch(step))
+
+    def first_wrong(self, last: int) -> int:
+        """The first step whose pair differs by more than rounding, given that ``last`` does: by bisection."""
+        low, high = 0, last
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if is_wrong(self.at(middle)) else (middle + 1, high)
+        return high
+
+
+def is_wrong(found: Examination) -> bool:
+    return bool(found.network.wrong())
+
+
+def in_step(subject: Subject, reference: nn.Module, candidate: nn.Module) -> Subject:
+    """The pair with the reference on the candidate's weights and buffers, where the fold gives them."""
+    reference, candidate = copy.deepcopy(reference), copy.deepcopy(candidate)
+    for module in (reference, candidate):
+        module.zero_grad(set_to_none=True)
+    given = subject.fold(floating_tensors(candidate))
+    with torch.no_grad():
+        for name, tensor in floating_tensors(reference).items():
+            if name in given:
+                tensor.copy_(given[name])
+    return replace(subject, reference=reference, candidate=candidate)

@@ -1,0 +1,139 @@
+"""The pair of candidate and reference over the steps, beside its controls.
+
+The controls' envelope, the largest distance that any of them has shown so far, is what rounding makes of a
+difference of one ulp. A pair that leaves it by more than ``HALFWAY`` differs by something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from driftlab.evidence import HALFWAY, NO_KINK_IN_REACH, PASSES, UNIT_ROUND_OFF, first_flip
+from driftlab.records import SeedRecord
+from driftlab.verdict import Evidence, Place, Verdict
+
+
+@dataclass(frozen=True)
+class Excess:
+    """The first row at which a float64 pair leaves its control by more than ``HALFWAY``."""
+
+    seed: int
+    step: int
+    kind: str
+    measured: float
+    allowed: float
+
+
+def window_pair(records: Sequence[SeedRecord], role: str) -> tuple[Evidence, Excess | None]:
+    """``pair_with_controls`` in float64, or in float32 where no float64 pair was run."""
+    wide = pair_with_controls(records, role, "float64")
+    if wide[0].measured is not None or role != "candidate":
+        return wide
+    narrow = pair_with_controls(records, role, "float32")
+    return narrow if narrow[0].measured is not None else wide
+
+
+def pair_with_controls(
+    records: Sequence[SeedRecord], role: str, dtype: str
+) -> tuple[Evidence, Excess | None]:
+    """Does the pair stay with its controls, from before the first update on?
+
+    The controls' envelope (their largest distance so far, at least one unit round-off) is the yardstick.
+    In float64 an excess that starts from a distance so large that a kink may have made it is not counted; in
+    float32 none that starts behind the first sign flip.
+    """
+    excesses, ratios = [], []
+    for record in records if role == "candidate" else ():
+        found, ratio = _first_excess(record, role, dtype)
+        excesses += [found] if found else []
+        ratios += [ratio] if ratio is not None else []
+    probe = f"{dtype}_pair"
+    question = f"Does {role}.{dtype} stay within what control.{dtype} shows?"
+    if not ratios:
+        return Evidence(probe, question, None, HALFWAY, None, "there is no such pair with a control"), None
+    if not excesses:
+        reading = f"at most {max(ratios):.2g} times the controls ({len(ratios)} seed{'s' * (len(ratios) > 1)}): rounding"
+        return Evidence(probe, question, max(ratios), HALFWAY, Verdict.ROUND_OFF, reading), None
+    first = min(excesses, key=lambda e: (e.step, -e.measured / e.allowed))
+    times = first.measured / first.allowed * HALFWAY
+    what = f"{first.kind.replace('_', ' ')} {first.measured:.2g} at step {first.step} of seed {first.seed}"
+    how_many = f"{times:.2g} times the controls, in {len(excesses)} of {len(ratios)} seeds"
+    why = (
+        "rounding would be gone in float64"
+        if dtype == "float64"
+        else "far more than rounding has made by then"
+    )
+    return Evidence(probe, question, times, HALFWAY, Verdict.BUG, f"{what}, {how_many}: {why}"), first
+
+
+def _controls(record: SeedRecord, dtype: str) -> list[str]:
+    return [a for a in record.arms if a.startswith("control") and a.endswith(f".{dtype}")]
+
+
+def _envelope(record: SeedRecord, kind: str, dtype: str, table: str = "curves") -> dict[int, float]:
+    """step -> the largest distance that any control shows at it."""
+    found: dict[int, float] = {}
+    for arm in _controls(record, dtype):
+        for step, value in record.series(kind, arm, table=table).items():
+            found[step] = max(found.get(step, 0.0), value)
+    return found
+
+
+def _first_excess(record: SeedRecord, role: str, dtype: str) -> tuple[Excess | None, float | None]:
+    """The first row that cannot be rounding, and the largest ratio to the controls' envelope before it."""
+    found, largest = [], None
+    flipped = first_flip(record, f"{role}.{dtype}") if dtype == "float32" else None
+    for kind, _ in PASSES if _controls(record, dtype) else ():
+        mine, control = record.series(kind, f"{role}.{dtype}"), _envelope(record, kind, dtype)
+        envelope, before = UNIT_ROUND_OFF[dtype], 0.0
+        for step in sorted(mine):
+            if dtype == "float32" and flipped is not None and step > flipped:
+                break
+            envelope = max(envelope, control.get(step, 0.0))
+            allowed = HALFWAY * envelope
+            if not mine[step] <= allowed:
+                if dtype == "float32" or before < NO_KINK_IN_REACH:
+                    found.append(Excess(record.seed, step, kind, mine[step], allowed))
+                break
+            largest, before = max(largest or 0.0, mine[step] / envelope), max(before, mine[step])
+    order = [kind for kind, _ in PASSES]
+    first = min(found, key=lambda e: (e.step, order.index(e.kind)), default=None)
+    return first, largest if largest is not None or first is None else 0.0
+
+
+def evaluation(records: Sequence[SeedRecord], role: str) -> tuple[Evidence, Place | None]:
+    """In eval mode and in its buffers, does the float64 pair stay with its controls?"""
+    question = f"In eval mode and in its buffers, does {role}.float64 stay within what control.float64 shows?"
+    seen = [
+        found
+        for record in (records if role == "candidate" else ())
+        if _controls(record, "float64")
+        for kind, pass_ in (("buffer_distance", "buffer"), ("eval_logit_distance", "eval"))
+        if (found := _worst_evaluation(record, role, kind, pass_))
+    ]
+    if not seen:
+        none = "there is no such pair with a control"
+        return Evidence("evaluation", question, None, HALFWAY, None, none), None
+    bad = [s for s in seen if not s[0] <= HALFWAY]
+    ratio, place = min(bad, key=lambda s: s[1].step) if bad else max(seen, key=lambda s: s[0])
+    reading = f"at most {ratio:.2g} times the controls"
+    if bad:
+        reading = f"{ratio:.2g} times the controls, in {place.pass_} at step {place.step}"
+    verdict = Verdict.BUG if bad else Verdict.ROUND_OFF
+    return Evidence("evaluation", question, ratio, HALFWAY, verdict, reading), place if bad else None
+
+
+def _worst_evaluation(record: SeedRecord, role: str, kind: str, pass_: str) -> tuple[float, Place] | None:
+    """The first ratio to the envelope that is too large, else the largest."""
+    mine = record.series(kind, f"{role}.float64", table="evaluations")
+    control = _envelope(record, kind, "float64", "evaluations")
+    envelope, worst = UNIT_ROUND_OFF["float64"], None
+    for step in sorted(mine):
+        envelope = max(envelope, control.get(step, 0.0))
+        ratio = mine[step] / envelope
+        if worst is None or not ratio <= worst[0]:
+            worst = ratio, Place(None, pass_, step)
+        if not ratio <= HALFWAY:
+            break
+    return worst
