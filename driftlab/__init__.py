@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from driftlab.assertion import assert_equivalent
-    from driftlab.diagnose import DiagnoseError, Diagnosis, diagnose
+    from driftlab.diagnosis import DiagnoseError, Diagnosis, diagnose
     from driftlab.verdict import Evidence, Place, Verdict
 
 __all__ = ["DiagnoseError", "Diagnosis", "Evidence", "Place", "Verdict", "assert_equivalent", "diagnose"]
 
 _HOMES = {
     "assert_equivalent": "driftlab.assertion",
-    "diagnose": "driftlab.diagnose",
-    "Diagnosis": "driftlab.diagnose",
-    "DiagnoseError": "driftlab.diagnose",
+    "diagnose": "driftlab.diagnosis",
+    "Diagnosis": "driftlab.diagnosis",
+    "DiagnoseError": "driftlab.diagnosis",
     "Evidence": "driftlab.verdict",
     "Place": "driftlab.verdict",
     "Verdict": "driftlab.verdict",

@@ -58,6 +58,7 @@ def examined(subject: Subject, batch: tuple[object, object]) -> Examination:
     Raises:
         CannotRun: one of the two does not run on the batch at all.
     """
+    from driftlab.findings.bound import ask_bound
     from driftlab.findings.determinism import ask_determinism
     from driftlab.findings.function import ask_function
     from driftlab.findings.precision import ask_precision
@@ -71,6 +72,7 @@ def examined(subject: Subject, batch: tuple[object, object]) -> Examination:
         ask_function,
         ask_same_start,
         ask_rewritten_modules,
+        ask_bound,
         ask_precision,
         ask_update,
     ):

@@ -6,6 +6,7 @@ difference of one ulp. A pair that leaves it by more than ``HALFWAY`` differs by
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,12 @@ class Excess:
     kind: str
     measured: float
     allowed: float
+
+
+def _alone_not_finite(record: SeedRecord, role: str, dtype: str, step: int) -> bool:
+    """Whether this arm's loss is NaN or inf where the reference's is not."""
+    mine, other = (record.series("loss", f"{r}.{dtype}").get(step, math.nan) for r in (role, "reference"))
+    return math.isfinite(other) and not math.isfinite(mine)
 
 
 def window_pair(records: Sequence[SeedRecord], role: str) -> tuple[Evidence, Excess | None]:
@@ -92,6 +99,8 @@ def _first_excess(record: SeedRecord, role: str, dtype: str) -> tuple[Excess | N
                 break
             envelope = max(envelope, control.get(step, 0.0))
             allowed = HALFWAY * envelope
+            if math.isnan(mine[step]) and not _alone_not_finite(record, role, dtype, step):
+                break  # too large for the square of a norm, or both blew up: nothing to compare any more
             if not mine[step] <= allowed:
                 if dtype == "float32" or before < NO_KINK_IN_REACH:
                     found.append(Excess(record.seed, step, kind, mine[step], allowed))

@@ -16,6 +16,7 @@ In this order, the first that applies:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from driftlab import evidence as ask
 from driftlab import pairs
@@ -87,7 +88,10 @@ def _honoured(record: SeedRecord) -> SeedRecord:
 
 
 def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Finding]) -> Judgement:
+    narrow = next((f for f in probes if f.evidence.supports is Verdict.REDUCED_PRECISION), None)
     pair, excess = pairs.window_pair(records, subject)
+    if narrow and pair.probe == "float32_pair":  # fewer bits put it as far apart as a bug would
+        pair, excess = replace(pair, supports=None), None
     evaluation, eval_place = pairs.evaluation(records, subject)
     outcomes = outcomes_over_seeds(records, subject)
     place = _place(records, excess, eval_place)
@@ -102,7 +106,6 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
     ]
     found = {e.probe: e for e in evidence} | {f.evidence.probe: f.evidence for f in probes}
     verdict = _verdict(found, subject, place, all("control.float64" in r.arms for r in records))
-    narrow = next((f for f in probes if f.evidence.supports is Verdict.REDUCED_PRECISION), None)
     if verdict is Verdict.REDUCED_PRECISION and narrow:
         place = narrow.place
     headline = _headline(verdict, found, subject, place, len(records))

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from driftlab.diagnose import Diagnosis
+    from driftlab.diagnosis import Diagnosis
 
 WIDTH = 110
 

@@ -44,9 +44,7 @@ class Bound:
     bits: float
 
 
-def rounding_bounds(
-    mine: nn.Module, call: Recorded, own: Passes, other: Passes, names: dict[str, str]
-) -> list[Bound]:
+def rounding_bounds(mine: nn.Module, call: Recorded, own: Passes, other: Passes) -> list[Bound]:
     """The bound of each pass of a sum of products, against two float32 results of it.
 
     Args:
@@ -60,12 +58,12 @@ def rounding_bounds(
         parts = [
             _part(
                 own.tensors[pass_][n],
-                other.tensors[pass_][names.get(n, n)],
+                other.tensors[pass_][n],
                 sums.tensors[pass_][n],
                 terms.tensors[pass_][n],
             )
             for n in own.tensors[pass_]
-            if names.get(n, n) in other.tensors[pass_]
+            if n in other.tensors[pass_]
         ]
         if parts:
             k, share, relative = (max(p[i] for p in parts) for i in range(3))

@@ -16,8 +16,9 @@ from driftlab.calling import calling
 from driftlab.pairs import window_pair
 from driftlab.examination import Examination, examined
 from driftlab.findings.late import ask_last, ask_repeat, ask_written_otherwise, locate, step_of
-from driftlab.fold import FoldError, find_fold
+from driftlab.fold import Fold, FoldError, find_fold
 from driftlab.late import Snapshots
+from driftlab.lockstep import cast
 from driftlab.probes.arithmetic import CannotRun
 from driftlab.records import SeedRecord
 from driftlab.rules import judge
@@ -120,7 +121,7 @@ def diagnosed(subject: Subject, batches: Batches, steps: int) -> SeedRecord:
     record = window.run()
     findings = [*found.findings, ask_repeat(subject, batches, record, steps)]
     if findings[-1].evidence.supports is None:
-        findings += _later(subject, batches, steps, record)
+        findings += _later(subject, batches, steps, record, found.supports(Verdict.REDUCED_PRECISION))
     return SeedRecord(
         subject.seed, record.curves, record.evaluations, record.run | {"probes": _stored(findings)}
     )
@@ -131,8 +132,10 @@ def _examined(subject: Subject, batches: Batches) -> Examination:
     return examined(subject, batches[0])
 
 
-def _later(subject: Subject, batches: Batches, steps: int, record: SeedRecord) -> list[Finding]:
-    _, excess = window_pair([record], "candidate")
+def _later(subject: Subject, batches: Batches, steps: int, record: SeedRecord, narrow: bool) -> list[Finding]:
+    pair, excess = window_pair([record], "candidate")
+    if pair.probe == "float32_pair" and narrow:
+        excess = None
     if subject.written_otherwise:  # there is no putting both on the same weights
         return ask_written_otherwise(subject, excess) if excess and excess.step else []
     snapshots = Snapshots(subject, batches, steps)
@@ -149,32 +152,42 @@ def _diagnosis(judgement: Judgement) -> Diagnosis:
 
 
 def _subject(reference, candidate, batches, loss, optimizer, candidate_optimizer, steps, fold, seed):
-    if not isinstance(reference, nn.Module):
-        raise DiagnoseError(f"reference is a {type(reference).__name__}: give a torch.nn.Module")
     if not isinstance(steps, int) or steps < 1:
         raise DiagnoseError(
             f"steps={steps!r}: give a whole number of updates, 1 or more (nine or more tell most)"
         )
-    reference = copy.deepcopy(reference)
-    candidate, rewrite = _candidate(reference, candidate)
+    mine, theirs, found = the_pair(reference, candidate, fold)
     kept = _batches(batches, steps)
-    if fold is not None:
-        candidate.fold = fold
-    try:
-        found = find_fold(reference, candidate, rewrite)
-    except FoldError as error:
-        raise DiagnoseError(str(error)) from None
     subject = Subject(
-        reference,
-        candidate,
+        mine,
+        theirs,
         found,
         loss,
         lambda module: optimizer(module.parameters()),
         candidate_optimizer or (lambda module: optimizer(module.parameters())),
-        calling(reference, kept[0][0]),
+        calling(mine, kept[0][0]),
         seed,
     )
     return subject, kept
+
+
+def the_pair(
+    reference: nn.Module, candidate: nn.Module | Rewrite, fold: Callable | None
+) -> tuple[nn.Module, nn.Module, Fold]:
+    """Copies of both in float32, and the fold between them. Raises DiagnoseError where there are not two."""
+    if not isinstance(reference, nn.Module):
+        raise DiagnoseError(f"reference is a {type(reference).__name__}: give a torch.nn.Module")
+    reference = copy.deepcopy(reference)
+    candidate, rewrite = _candidate(reference, candidate)
+    kept = next((p.dtype for p in reference.parameters() if p.is_floating_point()), torch.float32)
+    if kept != torch.float32:  # both dtypes are looked at anyway, from the same weights
+        reference, candidate = reference.float(), candidate.float()
+    if fold is not None:
+        candidate.fold = fold
+    try:
+        return reference, candidate, find_fold(reference, candidate, rewrite)
+    except FoldError as error:
+        raise DiagnoseError(str(error)) from None
 
 
 def _candidate(reference: nn.Module, candidate: nn.Module | Rewrite) -> tuple[nn.Module, Rewrite | None]:
@@ -207,7 +220,7 @@ def _batches(batches: Iterable, steps: int) -> list:
                 else type(batch).__name__
             )
             raise DiagnoseError(f"batches holds a {kind}: give pairs (inputs, targets)")
-    return kept
+    return [tuple(cast(part, torch.float32) for part in batch) for batch in kept]
 
 
 def _one_line(error: Exception) -> str:
