@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from driftlab.calling import calling
 from driftlab.pairs import window_pair
 from driftlab.examination import Examination, examined
-from driftlab.findings.late import ask_last, ask_repeat, ask_written_otherwise, locate, step_of
+from driftlab.findings.late import ask_excess, ask_last, ask_repeat, ask_since, ask_written_otherwise
 from driftlab.fold import Fold, FoldError, find_fold
 from driftlab.late import Snapshots
 from driftlab.lockstep import cast
-from driftlab.probes.arithmetic import CannotRun
+from driftlab.probes.arithmetic import CannotRunError
 from driftlab.records import SeedRecord
 from driftlab.rules import judge
 from driftlab.subject import Subject
@@ -100,7 +100,7 @@ def diagnose(
     was = torch.get_rng_state()
     try:
         record = diagnosed(subject, kept, steps)
-    except CannotRun as error:
+    except CannotRunError as error:
         raise DiagnoseError(f"a network does not run on the first batch: {error}") from None
     finally:
         torch.set_rng_state(was)
@@ -112,11 +112,15 @@ def diagnosed(subject: Subject, batches: Batches, steps: int) -> SeedRecord:
     """All the evidence about a pair, as the record of one seed.
 
     Raises:
-        CannotRun: one of the two does not run at all.
+        CannotRunError: one of the two does not run at all.
     """
     found = _examined(subject, batches)
     if found.supports(Verdict.BUG) or found.supports(Verdict.NONDETERMINISTIC):
-        return SeedRecord(subject.seed, [], [], {"arms": {}, "probes": _stored(found.findings)})
+        since = [
+            ask_since(f, subject, batches, steps, found.float64) if f.evidence.supports is Verdict.BUG else f
+            for f in found.findings
+        ]
+        return SeedRecord(subject.seed, [], [], {"arms": {}, "probes": _stored(since)})
     window = Window(subject, batches, steps, float64=found.float64)
     record = window.run()
     findings = [*found.findings, ask_repeat(subject, batches, record, steps)]
@@ -139,8 +143,9 @@ def _later(subject: Subject, batches: Batches, steps: int, record: SeedRecord, n
     if subject.written_otherwise:  # there is no putting both on the same weights
         return ask_written_otherwise(subject, excess) if excess and excess.step else []
     snapshots = Snapshots(subject, batches, steps)
-    found = locate(snapshots, step_of(excess)) if excess and excess.kind != "weight_distance" else []
-    return found or ask_last(snapshots, steps)
+    found = ask_excess(snapshots, excess) if excess else []
+    wrong = any(f.evidence.supports in (Verdict.BUG, Verdict.NONDETERMINISTIC) for f in found)
+    return found if wrong else found + ask_last(snapshots, steps)
 
 
 def _stored(findings: list[Finding]) -> list[dict]:

@@ -19,12 +19,14 @@ class Examination:
     Attributes:
         findings: in the order in which they were asked.
         comparable: whether runs of the two can be compared step by step (they draw the same random numbers).
+        narrow_constants: whether one of the two stores constants in float32, so that its float64 is none.
     """
 
     subject: Subject
     batch: tuple[object, object]
     findings: list[Finding] = field(default_factory=list)
     comparable: bool = True
+    narrow_constants: bool = False
 
     @cached_property
     def whole(self) -> Recorded:
@@ -43,7 +45,12 @@ class Examination:
     @property
     def float64(self) -> bool:
         """Whether the candidate's float64 is float64: it runs, and keeps the bits."""
-        return "float64" not in self.network.failed and not self.network.float64_not_honoured
+        narrow = self.network.float64_not_honoured or self.narrow_constants
+        narrow = narrow or any(
+            f.evidence.probe == "update" and f.evidence.supports is Verdict.REDUCED_PRECISION
+            for f in self.findings
+        )
+        return "float64" not in self.network.failed and not narrow
 
     def add(self, evidence: Evidence, place: Place | None = None) -> None:
         self.findings.append(Finding(evidence, place))
@@ -56,7 +63,7 @@ def examined(subject: Subject, batch: tuple[object, object]) -> Examination:
     """Every probe on one batch.
 
     Raises:
-        CannotRun: one of the two does not run on the batch at all.
+        CannotRunError: one of the two does not run on the batch at all.
     """
     from driftlab.findings.bound import ask_bound
     from driftlab.findings.determinism import ask_determinism

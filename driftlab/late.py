@@ -12,9 +12,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from driftlab.distance import relative_distance
 from driftlab.examination import Examination
 from driftlab.subject import Subject
 from driftlab.unfold import floating_tensors
+from driftlab.verdict import Place
 from driftlab.window import Batches, Window
 
 
@@ -32,6 +34,18 @@ class Snapshots:
     def at(self, step: int) -> Examination:
         """Both on the weights that the candidate has before ``step``, fed that step's batch."""
         return Examination(in_step(self.subject, *self._kept[step]), self.window.batch(step))
+
+    def moved_apart(self, step: int) -> Place:
+        """The module whose weights the update before ``step`` parted most, in units of their own size."""
+        mine, theirs = self._kept[step]
+        folded = self.subject.comparable(dict(theirs.named_parameters()))
+        apart = {
+            n: float(relative_distance(folded[n].detach(), p.detach()))
+            for n, p in mine.named_parameters()
+            if n in folded
+        }
+        name = max(apart, key=apart.__getitem__)
+        return Place(name.rpartition(".")[0], "update", max(0, step - 1))
 
     def first_wrong(self, last: int) -> int:
         """The first step whose pair differs by more than rounding, given that ``last`` does: by bisection."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from driftlab.evidence import HALFWAY, NO_KINK_IN_REACH, PASSES, UNIT_ROUND_OFF, first_flip
 from driftlab.records import SeedRecord
@@ -17,19 +17,36 @@ from driftlab.verdict import Evidence, Place, Verdict
 
 @dataclass(frozen=True)
 class Excess:
-    """The first row at which a float64 pair leaves its control by more than ``HALFWAY``."""
+    """The first row at which a pair leaves its controls by more than ``HALFWAY``.
+
+    Attributes:
+        moved: whether the weights left theirs at that row already, so that the update before it is at fault.
+    """
 
     seed: int
     step: int
     kind: str
     measured: float
     allowed: float
+    moved: bool = False
 
 
-def _alone_not_finite(record: SeedRecord, role: str, dtype: str, step: int) -> bool:
-    """Whether this arm's loss is NaN or inf where the reference's is not."""
-    mine, other = (record.series("loss", f"{r}.{dtype}").get(step, math.nan) for r in (role, "reference"))
-    return math.isfinite(other) and not math.isfinite(mine)
+def _own_rounding(record: SeedRecord, role: str) -> float:
+    """What the pair's rounding in float32 lets expect in float64, before any update: 2^-29 of its logit distance.
+
+    A rewrite that cancels where the reference does not (a variance in one pass) rounds more than any control.
+    Of the logits alone, since gradients leap where a float32 falls on the other side of a kink.
+    """
+    return record.series("logit_distance", f"{role}.float32").get(0, 0.0) * 2.0**-29
+
+
+# The square of a distance overflows float64 beyond 1e154; a loss comes before its weights.
+TOO_LARGE = 1e100
+
+
+def _blown_up(record: SeedRecord, dtype: str, step: int) -> bool:
+    """Whether the reference's own loss is beyond all measure, so that NaN says nothing about the other."""
+    return not abs(record.series("loss", f"reference.{dtype}").get(step, math.nan)) < TOO_LARGE
 
 
 def window_pair(records: Sequence[SeedRecord], role: str) -> tuple[Evidence, Excess | None]:
@@ -91,16 +108,17 @@ def _first_excess(record: SeedRecord, role: str, dtype: str) -> tuple[Excess | N
     """The first row that cannot be rounding, and the largest ratio to the controls' envelope before it."""
     found, largest = [], None
     flipped = first_flip(record, f"{role}.{dtype}") if dtype == "float32" else None
+    own = _own_rounding(record, role) if dtype == "float64" else 0.0
     for kind, _ in PASSES if _controls(record, dtype) else ():
         mine, control = record.series(kind, f"{role}.{dtype}"), _envelope(record, kind, dtype)
-        envelope, before = UNIT_ROUND_OFF[dtype], 0.0
+        envelope, before = max(UNIT_ROUND_OFF[dtype], own), 0.0
         for step in sorted(mine):
             if dtype == "float32" and flipped is not None and step > flipped:
                 break
             envelope = max(envelope, control.get(step, 0.0))
             allowed = HALFWAY * envelope
-            if math.isnan(mine[step]) and not _alone_not_finite(record, role, dtype, step):
-                break  # too large for the square of a norm, or both blew up: nothing to compare any more
+            if math.isnan(mine[step]) and _blown_up(record, dtype, step):
+                break
             if not mine[step] <= allowed:
                 if dtype == "float32" or before < NO_KINK_IN_REACH:
                     found.append(Excess(record.seed, step, kind, mine[step], allowed))
@@ -108,6 +126,8 @@ def _first_excess(record: SeedRecord, role: str, dtype: str) -> tuple[Excess | N
             largest, before = max(largest or 0.0, mine[step] / envelope), max(before, mine[step])
     order = [kind for kind, _ in PASSES]
     first = min(found, key=lambda e: (e.step, order.index(e.kind)), default=None)
+    if first and any(e.kind == "weight_distance" and e.step == first.step for e in found):
+        first = replace(first, moved=True)
     return first, largest if largest is not None or first is None else 0.0
 
 
@@ -137,7 +157,9 @@ def _worst_evaluation(record: SeedRecord, role: str, kind: str, pass_: str) -> t
     """The first ratio to the envelope that is too large, else the largest."""
     mine = record.series(kind, f"{role}.float64", table="evaluations")
     control = _envelope(record, kind, "float64", "evaluations")
-    envelope, worst = UNIT_ROUND_OFF["float64"], None
+    narrow = record.series(kind, f"{role}.float32", table="evaluations")
+    own = narrow[min(narrow)] * 2.0**-29 if narrow else 0.0
+    envelope, worst = max(UNIT_ROUND_OFF["float64"], own, _own_rounding(record, role)), None
     for step in sorted(mine):
         envelope = max(envelope, control.get(step, 0.0))
         ratio = mine[step] / envelope

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from driftlab.examination import Examination
-from driftlab.probes.arithmetic import CannotRun, Passes, run
+from driftlab.probes.arithmetic import CannotRunError, Passes, run
 from driftlab.probes.bound import SUMS_OF_PRODUCTS, Bound, rounding_bounds
 from driftlab.probes.locating import Local
 from driftlab.verdict import Evidence
@@ -49,7 +49,7 @@ def _bounds(local: Local, name: str) -> list[Bound]:
     try:
         own, other = (run(m, call, "float32", evaluate=False) for m in (mine, theirs))
         return rounding_bounds(mine, call, own, _by_own_names(local, name, other))
-    except CannotRun:
+    except CannotRunError:
         return []
 
 

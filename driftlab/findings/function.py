@@ -10,7 +10,7 @@ from driftlab.evidence import HALFWAY
 from driftlab.examination import Examination
 from driftlab.findings.determinism import wavers
 from driftlab.findings.streams import drawn_otherwise
-from driftlab.probes.arithmetic import CannotRun, run
+from driftlab.probes.arithmetic import CannotRunError, run
 from driftlab.probes.comparison import Comparison, Difference
 from driftlab.probes.constants import rounded_constants
 from driftlab.probes.locating import first_wrong, slightly_wrong
@@ -41,7 +41,7 @@ def _ask_fewer(found: Examination) -> None:
         part = Examination(found.subject, batch)
         try:
             wrong = part.network.wrong()
-        except CannotRun as error:
+        except CannotRunError as error:
             if _runs(found, batch):
                 reading = f"the candidate fails on {size} sample{'s' * (size > 1)}, where the reference does not: {error}"
                 found.add(
@@ -65,7 +65,7 @@ def _ask_fewer(found: Examination) -> None:
 def _runs(found: Examination, batch: tuple[object, object]) -> bool:
     try:
         run(found.subject.reference, found.subject.on(batch), "float32", found.subject.seed)
-    except CannotRun:
+    except CannotRunError:
         return False
     return True
 
@@ -79,6 +79,7 @@ def _ask(found: Examination) -> None:
         return _same(found, network)
     module, difference = located or (_owner(wrong), wrong[0])
     if (why := rounded_constants(found.subject, found.whole, wrong or [difference])) is not None:
+        found.narrow_constants = True
         return _same(found, network, why)
     if wavers(found, module):
         return

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from driftlab.evidence import HALFWAY
 from driftlab.findings.function import ask_function
 from driftlab.findings.precision import ask_precision
 from driftlab.late import Snapshots, is_wrong
-from driftlab.pairs import Excess
+from driftlab.pairs import Excess, window_pair
+from driftlab.probes.determinism import repeats
 from driftlab.records import SeedRecord
 from driftlab.subject import Subject
 from driftlab.verdict import Evidence, Finding, Place, Verdict
-from driftlab.window import Batches, Window, same_rows
+from driftlab.window import CONTROLS, Batches, Window, same_rows
 
 REPEAT = "Does the window repeat itself, bit for bit, when it is run a second time?"
+RARE = 32  # repetitions in search of what struck once
 LAST = "At the end of the window, on the same weights, do both still compute the same function, as precisely?"
 
 
@@ -22,9 +26,18 @@ def ask_repeat(subject: Subject, batches: Batches, record: SeedRecord, steps: in
     step = same_rows(record, second)
     if step is None:
         return Finding(Evidence("repeat", REPEAT, 0.0, 0.0, None, f"it does, {steps} updates"))
-    reading = f"it does not, from step {step} on: no difference between the two means anything"
-    place = Place(None, "forward", step)
+    place = _wavering(subject, batches, step)
+    reading = f"it does not, from step {step} on ({place}): no difference between the two means anything"
     return Finding(Evidence("repeat", REPEAT, None, 0.0, Verdict.NONDETERMINISTIC, reading), place)
+
+
+def _wavering(subject: Subject, batches: Batches, step: int) -> Place:
+    """Which of the two does not repeat itself, and in which module, if it shows again."""
+    whole = subject.on(batches[step % len(batches)])
+    for network in (subject.candidate, subject.reference):
+        if wobble := repeats(network, whole, subject.seed, RARE):
+            return Place(wobble.module, wobble.pass_, step)
+    return Place(None, "forward", step)
 
 
 def ask_last(snapshots: Snapshots, steps: int) -> list[Finding]:
@@ -58,6 +71,25 @@ def _late(finding: Finding, step: int) -> Finding:
     )
 
 
+# Probes that feed modules, or optimizers, what this training may come to later or never.
+OFF_THE_PATH = ("fewer_samples", "rewritten_modules", "update")
+
+
+def ask_since(finding: Finding, subject: Subject, batches: Batches, steps: int, float64: bool) -> Finding:
+    """The step from which a fault shows in this training, in place of that of the probe that found it."""
+    place = finding.place
+    if finding.evidence.probe not in OFF_THE_PATH or place is None:
+        return finding
+    dtype = "float64" if float64 else "float32"
+    window = Window(subject, batches, steps, dtypes=(dtype,), controls=CONTROLS[:1])
+    for step in window.walk():
+        excess = step and window_pair([window.record()], "candidate")[1]
+        if excess:
+            since = excess.step - 1 if place.pass_ == "update" and excess.step else excess.step
+            return replace(finding, place=replace(place, step=since))
+    return finding
+
+
 def ask_written_otherwise(subject: Subject, excess: Excess) -> list[Finding]:
     """Weights that the candidate writes otherwise start alike and are moved otherwise."""
     names = subject.written_otherwise
@@ -77,6 +109,20 @@ def ask_written_otherwise(subject: Subject, excess: Excess) -> list[Finding]:
     ]
 
 
-def step_of(excess: Excess) -> int:
-    """Weights that differ at a row were moved apart by the update before it."""
-    return excess.step - 1 if excess.kind == "weight_distance" and excess.step else excess.step
+CONFIRM = "Where the pair leaves its controls, do both differ on the same weights and the same batch?"
+
+
+def ask_excess(snapshots: Snapshots, excess: Excess) -> list[Finding]:
+    """What the excess of a pair over its controls comes from: a module, the update before it, or neither."""
+    if found := locate(snapshots, excess.step):
+        return found
+    if excess.moved:
+        place = snapshots.moved_apart(excess.step)
+        reading = f"{place}: weights leave what the controls show, and on equal weights both agree: the update parts them"
+        return [
+            Finding(Evidence("excess", CONFIRM, excess.measured, excess.allowed, Verdict.BUG, reading), place)
+        ]
+    reading = (
+        f"they do not, at step {excess.step}: what is seen there is rounding, carried on by the training"
+    )
+    return [Finding(Evidence("excess", CONFIRM, 0.0, excess.allowed, Verdict.ROUND_OFF, reading))]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from driftlab.lockstep import cast, evaluation_mode, seed_random_layers
 from driftlab.shadow import held, shadow, shadow_arithmetic, shadowed
@@ -48,7 +49,7 @@ class Passes:
     tensors: dict[str, dict[str, Tensor]]
 
 
-class CannotRun(RuntimeError):
+class CannotRunError(RuntimeError):
     """The module cannot run in this arithmetic; the message is one line."""
 
 
@@ -76,7 +77,7 @@ def run(
         nudge: moves the constants of a shadow run, see ``shadow_arithmetic``.
 
     Raises:
-        CannotRun: the module raises in this arithmetic.
+        CannotRunError: the module raises in this arithmetic.
     """
     try:
         twin = in_arithmetic(module, arithmetic)
@@ -86,7 +87,7 @@ def run(
                 found["eval"] = _eval_pass(twin, recorded, arithmetic, seed)
     except Exception as error:  # whatever a stranger's forward raises
         message = " ".join(str(error).split())[:200]
-        raise CannotRun(f"{type(error).__name__}: {message}") from error
+        raise CannotRunError(f"{type(error).__name__}: {message}") from error
     return Passes({pass_: {n: _plain(t) for n, t in named.items()} for pass_, named in found.items()})
 
 
@@ -121,8 +122,9 @@ def _fresh(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[t
     dtype = torch.float64 if arithmetic.endswith("64") else None
 
     def fresh(tensor: Tensor) -> Tensor:
-        new = tensor.detach().clone()
-        new = new.to(dtype) if dtype and new.is_floating_point() else new
+        with _disable_current_modes():
+            new = tensor.detach().clone()
+            new = new.to(dtype) if dtype and new.is_floating_point() else new
         new = shadow(new) if arithmetic.startswith("shadow") else new
         if tensor.requires_grad:
             leaves.append(new.requires_grad_())
@@ -148,7 +150,8 @@ def _backward(outputs: object, recorded: Recorded, arithmetic: str) -> None:
 
 
 def _like(gradient: Tensor, output: Tensor, arithmetic: str) -> Tensor:
-    gradient = gradient.detach().clone()
+    with _disable_current_modes():
+        gradient = gradient.detach().clone()
     if arithmetic.startswith("shadow"):
         return shadow(gradient.to(output.dtype) if output.dtype.itemsize >= 4 else gradient)
     return gradient.to(output.dtype)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlab.evidence import HALFWAY, HALFWAY_BITS, UNIT_ROUND_OFF
-from driftlab.probes.arithmetic import CannotRun, Passes, Recorded, run
+from driftlab.probes.arithmetic import CannotRunError, Passes, Recorded, run
 
 PASSES = ("forward", "input gradient", "weight gradient", "buffer", "eval")
 Fold = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -48,7 +48,10 @@ class Difference:
 
     def excess(self, arithmetic: str) -> float:
         """The difference as a multiple of what rounding may make of it; above 1 it is no rounding."""
-        rounding = max((e for e in self.errors.values() if math.isfinite(e)), default=0.0) * 2.0**-29
+        rounding = max(self.errors.values(), default=0.0) * 2.0**-29
+        if math.isinf(rounding) and not self.overflows:
+            return 0.0  # beyond what float32 can hold in both: nothing to hold it against
+        rounding = 0.0 if math.isinf(rounding) else rounding
         allowed = HALFWAY * max(UNIT_ROUND_OFF["float64"] * self.size, rounding)
         apart = self.apart.get(arithmetic, 0.0)
         return 0.0 if apart == 0 else apart / allowed if allowed else math.inf
@@ -140,14 +143,14 @@ def compare(
         prefixes: of the names of the two modules' tensors within their networks.
 
     Raises:
-        CannotRun: the reference does not run in float32, or the candidate does not.
+        CannotRunError: the reference does not run in float32, or the candidate does not.
     """
     both: dict[str, tuple[Passes, Passes]] = {}
     failed: dict[str, str] = {}
     for arithmetic in ("float32", "float64", "shadow"):
         _try(both, failed, arithmetic, reference, candidate, recorded, seed, evaluate)
     if "float32" not in both:
-        raise CannotRun(failed["float32"])
+        raise CannotRunError(failed["float32"])
     used = _used(recorded)
     found = _differences(both, fold, prefixes, used)
     if "shadow" in both and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found):
@@ -160,7 +163,7 @@ def _try(both: dict, failed: dict, arithmetic: str, reference, candidate, record
     try:
         own = run(reference, recorded, arithmetic, seed, evaluate)
         both[arithmetic] = own, run(candidate, recorded, arithmetic, seed, evaluate)
-    except CannotRun as error:
+    except CannotRunError as error:
         failed[arithmetic] = str(error)
 
 

@@ -11,7 +11,7 @@ import copy
 import torch
 from torch import nn
 
-from driftlab.probes.arithmetic import CannotRun, Passes, Recorded, run
+from driftlab.probes.arithmetic import CannotRunError, Passes, Recorded, run
 from driftlab.probes.comparison import Difference, distance
 from driftlab.subject import Subject
 
@@ -25,8 +25,8 @@ TRIALS = 3
 
 def rounded_constants(subject: Subject, whole: Recorded, wrong: list[Difference]) -> str | None:
     """What explains ``wrong``, in words; None where stored constants do not."""
-    if any(not d.relative < LARGEST for d in wrong):
-        return None
+    if any(not d.relative < LARGEST or d.overflows or d.excess("shadow") <= 1 for d in wrong):
+        return None  # too large, or not in the float32 path
     explained = [role for role in ("candidate", "reference") if _explains(subject, role, whole, wrong)]
     if not explained:
         return None
@@ -40,7 +40,7 @@ def _explains(subject: Subject, role: str, whole: Recorded, wrong: list[Differen
     try:
         still = run(module, whole, "shadow", subject.seed)
         moved = [_moved(module, own, whole, subject.seed, trial) for trial in range(TRIALS)]
-    except CannotRun:
+    except CannotRunError:
         return False
     responses = {d.pass_: max(_response(still, m, d.pass_) for m in moved) for d in wrong}
     return all(d.apart.get("shadow", 0.0) <= WITHIN * responses[d.pass_] for d in wrong)

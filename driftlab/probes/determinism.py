@@ -35,7 +35,7 @@ def repeats(network: nn.Module, whole: Recorded, seed: int = 0, times: int = REP
     """None where the network gives the same bits each time; else where it does not.
 
     Raises:
-        CannotRun: it does not run at all.
+        CannotRunError: it does not run at all.
     """
     first = run(network, whole, "float32", seed)
     for _ in range(times - 1):
@@ -70,7 +70,7 @@ def _moved(first: Passes, again: Passes, pass_: str) -> tuple[str, float] | None
 def _where(network: nn.Module, whole: Recorded, seed: int) -> str | None:
     """The module, as deep as can be, whose output was the first to change from one run to the next."""
     first = _outputs(network, whole, seed)
-    for _ in range(2 * REPEATS):
+    for _ in range(6 * REPEATS):
         again = _outputs(network, whole, seed)
         for (name, mine), (_, theirs) in zip(first, again, strict=False):
             if len(mine) == len(theirs) and not all(map(same_values, mine, theirs)):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.fold_layout import FoldError
-from driftlab.probes.arithmetic import CannotRun, Passes, Recorded, run
+from driftlab.probes.arithmetic import CannotRunError, Passes, Recorded, run
 from driftlab.probes.comparison import same_values
 from driftlab.probes.sizes import with_gradients
 from driftlab.unfold import put_weights
@@ -70,7 +70,7 @@ class IntegerPair:
         try:
             truth = run(self.mine, call, "float64", evaluate=False)
             own = run(self.mine, call, "float32", evaluate=False)
-        except CannotRun:
+        except CannotRunError:
             return None
         if self._inexact(own, truth, theirs=False):
             return None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.modules import is_rewritten
-from driftlab.probes.arithmetic import CannotRun, Recorded
+from driftlab.probes.arithmetic import CannotRunError, Recorded
 from driftlab.probes.comparison import Comparison, Difference, compare
 
 # A module whose borders a rewrite moved (conv and norm fused into one, an Identity in the other's place) gives
@@ -72,7 +72,7 @@ class Local:
         try:
             prefixes = name, self.pairs[name]
             return compare(mine, theirs, call, self.fold, prefixes=prefixes, seed=self.seed)
-        except CannotRun:
+        except CannotRunError:
             return None
 
     def _wrong_without_ties(self, name: str) -> bool:

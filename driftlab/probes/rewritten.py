@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from driftlab.fold_layout import FoldError
-from driftlab.probes.arithmetic import CannotRun, Recorded
+from driftlab.probes.arithmetic import CannotRunError, Recorded
 from driftlab.probes.comparison import Comparison, compare
 from driftlab.probes.integers import IntegerPair, operand_bits
 from driftlab.probes.locating import Local, without_ties
@@ -97,7 +97,7 @@ def _compared(local: Local, name: str, inputs: str, call: Recorded, passes, foun
             seed=local.seed,
             evaluate=False,
         )
-    except CannotRun as error:
+    except CannotRunError as error:
         found.refused.append(f"{name} at {inputs}: {error}")
         return
     wrong = [d for d in _wrong(compared) if passes is None or d.pass_ in passes]

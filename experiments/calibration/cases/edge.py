@@ -53,9 +53,9 @@ def max_pool_that_shares_ties(model):
     return recast(model, "pool", Pool)
 
 
-@case(("bit_identical", "round_off"), "other tie-breaking", cnn)
-def max_pool_that_takes_the_last_tie(model):
-    """Pooling from the other corner gives the gradient to the last of equal entries, all of them zeros."""
+@case("bug", "right at even sizes alone", cnn, module="pool", passes="forward")
+def max_pool_from_the_other_corner(model):
+    """Pooling from the other corner: at even sizes the same, at odd ones it drops the other border."""
 
     class Pool(nn.MaxPool2d):
         def forward(self, x):
