@@ -123,6 +123,7 @@ def grow(
     scheduler: MakeScheduler | None = None,
     nudge_seed: int = 0,
     device: torch.device | str = "cpu",
+    float64_candidate: bool = True,
 ) -> list[Arm]:
     """The tree of arms, each behind the one that it is compared with.
 
@@ -132,6 +133,7 @@ def grow(
         horizons: for each dtype the number of updates, for example ``{"float32": 200, "float64": 40}``.
         roles: which of ``ROLES`` take part; the reference always does.
         scheduler: makes an arm's learning-rate scheduler from its optimizer and the longest horizon.
+        float64_candidate: False for a candidate that cannot run in float64.
     """
     arms: list[Arm] = []
     longest = max(horizons.values())
@@ -139,8 +141,12 @@ def grow(
         base = next((a for a in arms if a.role == "reference" and a.dtype == "float64"), None)
         own: Arm | None = None
         for role in (r for r in ROLES if r in set(roles) | {"reference"}):
+            if role == "candidate" and dtype == "float64" and not float64_candidate:
+                continue
             module = copy.deepcopy(candidate if role == "candidate" else reference)
-            module = module.to(device=device, dtype=DTYPES[dtype])
+            # a candidate may keep some weights in fewer bits: in float32 they stay as they are
+            keep = role == "candidate" and dtype == "float32"
+            module = module.to(device=device) if keep else module.to(device=device, dtype=DTYPES[dtype])
             if role == "control":
                 nudge(module, nudge_seed)
             steps = optimizer(module.parameters())

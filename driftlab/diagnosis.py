@@ -142,7 +142,7 @@ def _later(subject: Subject, batches: Batches, steps: int, record: SeedRecord, n
         excess = None
     if subject.written_otherwise:  # there is no putting both on the same weights
         return ask_written_otherwise(subject, excess) if excess and excess.step else []
-    snapshots = Snapshots(subject, batches, steps)
+    snapshots = Snapshots(subject, Window(subject, batches, steps, dtypes=("float32",), controls=()))
     found = ask_excess(snapshots, excess) if excess else []
     wrong = any(f.evidence.supports in (Verdict.BUG, Verdict.NONDETERMINISTIC) for f in found)
     return found if wrong else found + ask_last(snapshots, steps)

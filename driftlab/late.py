@@ -7,33 +7,46 @@ fold. Then the probes of one step serve again, with no drift in between.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from driftlab.arm import Arm
 from driftlab.distance import relative_distance
 from driftlab.examination import Examination
 from driftlab.subject import Subject
 from driftlab.unfold import floating_tensors
 from driftlab.verdict import Place
-from driftlab.window import Batches, Window
+
+
+class Run(Protocol):
+    """A float32 training of both networks that can be walked through step by step."""
+
+    steps: int
+
+    def walk(self) -> Iterator[int]: ...
+
+    def arm(self, name: str) -> Arm: ...
+
+    def batch(self, step: int) -> tuple[object, object]: ...
 
 
 class Snapshots:
-    """The float32 pair of a window, made anew, as it stood before each step."""
+    """Both networks as a run had them before each of its steps."""
 
-    def __init__(self, subject: Subject, batches: Batches, steps: int):
-        self.subject = subject
-        self.window = Window(subject, batches, steps, dtypes=("float32",), controls=())
-        self._kept: list[tuple[nn.Module, nn.Module]] = []
-        for _ in self.window.walk():
-            pair = (self.window.arm(f"{role}.float32").module for role in ("reference", "candidate"))
-            self._kept.append(tuple(copy.deepcopy(m) for m in pair))
+    def __init__(self, subject: Subject, run: Run):
+        self.subject, self._run = subject, run
+        self._kept: dict[int, tuple[nn.Module, nn.Module]] = {}
+        for step in run.walk():
+            pair = (run.arm(f"{role}.float32").module for role in ("reference", "candidate"))
+            self._kept[step] = tuple(copy.deepcopy(m) for m in pair)
 
     def at(self, step: int) -> Examination:
         """Both on the weights that the candidate has before ``step``, fed that step's batch."""
-        return Examination(in_step(self.subject, *self._kept[step]), self.window.batch(step))
+        return Examination(in_step(self.subject, *self._kept[step]), self._run.batch(step))
 
     def moved_apart(self, step: int) -> Place:
         """The module whose weights the update before ``step`` parted most, in units of their own size."""
@@ -49,7 +62,7 @@ class Snapshots:
 
     def first_wrong(self, last: int) -> int:
         """The first step whose pair differs by more than rounding, given that ``last`` does: by bisection."""
-        low, high = 0, last
+        low, high = 0, min(last, max(self._kept))
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if is_wrong(self.at(middle)) else (middle + 1, high)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import hydra
 import torch
+import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 from driftlab.arm import Arm, grow, unfolded
 from driftlab.fold import FoldError, find_fold
 from driftlab.lockstep import evaluation_mode
+from driftlab.subject import Subject
 from experiments.data.images import Images
 from experiments.errors import ConfigurationError, one_line
 
@@ -104,31 +106,59 @@ def check_same_shapes(reference: nn.Module, candidate: nn.Module, inputs: torch.
 
 def build_arms(
     settings: DictConfig, images: Images, seeds: dict[str, int], inputs: torch.Tensor
-) -> list[Arm]:
-    """All arms of one seed on their device. ``inputs`` is a float32 CPU batch to try the networks on."""
+) -> tuple[list[Arm], Subject | None]:
+    """All arms of one seed on their device, and the pair that is judged, where there is a candidate.
+
+    ``inputs`` is a float32 CPU batch to try the networks on.
+    """
     reference = build_reference(settings, images, seeds["init"])
-    candidate, fold = None, unfolded
-    if "candidate" in settings.roles:
-        target = settings.rewrite.target
-        rewrite = load_rewrite(settings)
-        candidate = apply_rewrite(rewrite, target, reference)
-        check_same_shapes(reference, candidate, inputs, target)
-        try:
-            fold = find_fold(reference, candidate, rewrite)
-        except FoldError as error:
-            raise ConfigurationError(f"rewrite.target={target}: {one_line(error)}") from None
-    horizons = {d: settings.float64_steps if d == "float64" else settings.steps for d in settings.dtypes}
-    return grow(
+    subject = _subject(settings, reference, seeds["order"], inputs) if "candidate" in settings.roles else None
+    arms = grow(
         reference,
-        candidate,
+        subject.candidate if subject else None,
         optimizer=_optimizer(settings),
-        horizons=horizons,
+        horizons={d: settings.float64_steps if d == "float64" else settings.steps for d in settings.dtypes},
         roles=settings.roles,
-        fold=fold,
+        fold=_fold_of(subject) if subject else unfolded,
         scheduler=partial(_scheduler, settings.learning_rate_schedule, settings.steps),
         nudge_seed=seeds["nudge"],
         device=settings.device,
+        float64_candidate=subject is None or _runs_in_float64(subject.candidate, inputs),
     )
+    if subject:
+        subject.reference.to(settings.device)
+        subject.candidate.to(settings.device)
+    return arms, subject
+
+
+def _subject(settings: DictConfig, reference: nn.Module, seed: int, inputs: torch.Tensor) -> Subject:
+    target, rewrite = settings.rewrite.target, load_rewrite(settings)
+    candidate = apply_rewrite(rewrite, target, reference)
+    check_same_shapes(reference, candidate, inputs, target)
+    try:
+        fold = find_fold(reference, candidate, rewrite)
+    except FoldError as error:
+        raise ConfigurationError(f"rewrite.target={target}: {one_line(error)}") from None
+    make = _optimizer(settings)
+
+    def optimizer(module: nn.Module) -> torch.optim.Optimizer:
+        return make(module.parameters())
+
+    return Subject(reference, candidate, fold, F.cross_entropy, optimizer, optimizer, seed=seed)
+
+
+def _fold_of(subject: Subject) -> Callable:
+    return subject.comparable if subject.written_otherwise else subject.fold
+
+
+def _runs_in_float64(candidate: nn.Module, inputs: torch.Tensor) -> bool:
+    try:
+        wide = copy.deepcopy(candidate).double()
+        with evaluation_mode(wide):
+            wide(inputs.double())
+    except Exception:  # whatever a stranger's forward raises
+        return False
+    return True
 
 
 def _optimizer(settings: DictConfig) -> Callable:

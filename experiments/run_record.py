@@ -10,14 +10,13 @@ import torch
 
 from driftlab.arm import Arm
 from driftlab.environment import environment
-from driftlab.lockstep import Lockstep
 from driftlab.records import SCHEMA
 
 if TYPE_CHECKING:
-    from experiments.seed_run import Experiment
+    from experiments.seed_run import Built, Experiment
 
 
-def run_record(experiment: Experiment, seed: int, lockstep: Lockstep, began: float, start: int) -> dict:
+def run_record(experiment: Experiment, seed: int, built: Built, began: float, start: int) -> dict:
     settings, images, finished = experiment.settings, experiment.images, time.time()
     return {
         "schema": SCHEMA,
@@ -26,7 +25,7 @@ def run_record(experiment: Experiment, seed: int, lockstep: Lockstep, began: flo
         "seed": seed,
         "outcome": "finished",
         "command": experiment.command,
-        "arms": {arm.name: _arm_record(arm) for arm in lockstep.arms},
+        "arms": {arm.name: _arm_record(arm) for arm in built.lockstep.arms},
         "dataset": {
             "name": images.name,
             "sha256": images.sha256,
@@ -35,7 +34,7 @@ def run_record(experiment: Experiment, seed: int, lockstep: Lockstep, began: flo
             "train_images": len(images.train_images),
             "test_images": len(images.test_images),
         },
-        "fold": _fold_record(lockstep),
+        "fold": _fold_record(built),
         "environment": environment(torch.device(settings.device)),
         "times": {
             "began": datetime.fromtimestamp(began, UTC).isoformat(timespec="seconds"),
@@ -55,8 +54,8 @@ def _arm_record(arm: Arm) -> dict:
     }
 
 
-def _fold_record(lockstep: Lockstep) -> dict | None:
-    fold = next((arm.fold for arm in lockstep.arms if arm.role == "candidate"), None)
-    if fold is None:
+def _fold_record(built: Built) -> dict | None:
+    if built.subject is None:
         return None
+    fold = built.subject.fold
     return {"origin": fold.origin, "unplaced": fold.unplaced, "unused": fold.unused, "notes": fold.notes}

@@ -9,23 +9,22 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from filelock import FileLock
 from omegaconf import DictConfig
 
-from driftlab.evidence import HALFWAY, UNIT_ROUND_OFF
 from driftlab.lockstep import Lockstep
 from driftlab.logschedule import LogSchedule
-from driftlab.probes.local import first_wrong, local_errors
-from driftlab.records import RecordError, SeedRecord, read_seed, read_table, seed_folder, write_json
-from driftlab.rules import judge
-from driftlab.verdict import Verdict
+from driftlab.records import RecordError, read_seed, seed_folder, write_json
+from driftlab.subject import Subject
 from experiments.data.batches import Batches
 from experiments.data.images import Images
 from experiments.loggers import MetricsLogger
 from experiments.networks import build_arms
+from experiments.probing import probed, probed_later
 from experiments.recorder import Recorder
 from experiments.run_record import run_record
 from experiments.terminal import Terminal
@@ -79,7 +78,8 @@ def _set_aside(experiment: Experiment, home: Path, error: RecordError) -> None:
 
 def _train(experiment: Experiment, seed: int, home: Path) -> None:
     settings, began = experiment.settings, time.time()
-    lockstep, batches = build_lockstep(settings, experiment.images, seed)
+    built = build(settings, experiment.images, seed)
+    lockstep, batches = built.lockstep, built.batches
     logger = MetricsLogger(settings, experiment.digest, seed, home)
     recorder = Recorder(
         lockstep,
@@ -92,16 +92,24 @@ def _train(experiment: Experiment, seed: int, home: Path) -> None:
         progress=lambda step, row: experiment.terminal.step(seed, step, row),
     )
     start = recorder.resume()
+    probes = probed(experiment, built, home)
     fit(lockstep, batches, recorder, start)
-    record = run_record(experiment, seed, lockstep, began, start)
-    record["local"] = _locate(experiment, seed, home, record)
+    record = run_record(experiment, seed, built, began, start) | probes
+    record["probes"] += probed_later(experiment, seed, built, home, record)
     write_json(home / "run.json", record)
     logger.finish({arm: outcome["outcome"] for arm, outcome in record["arms"].items()})
     experiment.terminal.seed_done(seed, record)
 
 
-def build_lockstep(settings: DictConfig, images: Images, seed: int) -> tuple[Lockstep, Batches]:
-    """The arms of one seed, ready for step 0, and their batches."""
+class Built(NamedTuple):
+    """One seed, ready for step 0."""
+
+    lockstep: Lockstep
+    batches: Batches
+    subject: Subject | None
+
+
+def build(settings: DictConfig, images: Images, seed: int) -> Built:
     seeds = {name: seed if own is None else own for name, own in settings.seeds.items()}
     device = torch.device(settings.device)
     batches = Batches(
@@ -113,9 +121,9 @@ def build_lockstep(settings: DictConfig, images: Images, seed: int) -> tuple[Loc
         augment=settings.augment,
     )
     few = batches.batch(0)[0][:2].cpu()
-    arms = build_arms(settings, images, seeds, few)
+    arms, subject = build_arms(settings, images, seeds, few)
     schedule = LogSchedule(settings.log_schedule.dense, settings.log_schedule.per_decade)
-    return Lockstep(arms, F.cross_entropy, seed=seeds["order"], logged=schedule), batches
+    return Built(Lockstep(arms, F.cross_entropy, seed=seeds["order"], logged=schedule), batches, subject)
 
 
 def fit(lockstep: Lockstep, batches: Batches, recorder: Recorder, start: int) -> None:
@@ -150,19 +158,3 @@ def _quiet_lightning():
             yield
         finally:
             logger.setLevel(level)
-
-
-def _locate(experiment: Experiment, seed: int, home: Path, record: dict) -> dict | None:
-    """Where the curves show a bug, the module that makes it, from a fresh start of the same seed."""
-    settings = experiment.settings
-    tables = (read_table(home / name) for name in ("curves.csv", "evaluations.csv"))
-    if judge([SeedRecord(seed, *tables, record)], settings.subject).verdict is not Verdict.BUG:
-        return None
-    lockstep, batches = build_lockstep(settings, experiment.images, seed)
-    arms = {arm.role: arm for arm in lockstep.arms if arm.dtype == "float64"}
-    if "candidate" not in arms:
-        return None
-    reference, candidate = arms["reference"].module, arms["candidate"].module
-    errors = local_errors(reference, candidate, arms["candidate"].fold, lockstep.loss, *batches.batch(0))
-    found = first_wrong(errors, HALFWAY * UNIT_ROUND_OFF["float64"])
-    return {"module": found[0], "pass": found[1]} if found else None

@@ -18,7 +18,7 @@ from experiments.errors import ConfigurationError, one_line
 from experiments.judging import judge
 from experiments.networks import source_digest
 from experiments.plan import plan_lines, seconds_per_seed
-from experiments.seed_run import Experiment, build_lockstep, is_done, run_seed
+from experiments.seed_run import Experiment, build, is_done, run_seed
 from experiments.seeds import parse_seeds
 from experiments.terminal import Terminal
 
@@ -86,7 +86,7 @@ def load_images(settings: DictConfig, terminal: Terminal) -> Images:
 
 def _show_plan(experiment: Experiment, seeds: list[int], todo: list[int]) -> None:
     settings, images = experiment.settings, experiment.images
-    lockstep, batches = build_lockstep(settings, images, seeds[0])
+    lockstep, batches, _ = build(settings, images, seeds[0])
     evaluated = min(settings.eval_images or len(images.test_images), len(images.test_images))
     duration = seconds_per_seed(lockstep, *batches.batch(0), evaluated) if todo else 0.0
     lines = plan_lines(settings, images, seeds, todo, lockstep, duration)

@@ -31,7 +31,7 @@ from experiments.data.batches import Batches  # noqa: E402
 from experiments.data.images import Images  # noqa: E402
 from experiments.loggers import MetricsLogger  # noqa: E402
 from experiments.recorder import Recorder  # noqa: E402
-from experiments.seed_run import build_lockstep, fit  # noqa: E402
+from experiments.seed_run import build, fit  # noqa: E402
 from experiments.terminal import Terminal  # noqa: E402
 from experiments.training import load_images  # noqa: E402
 
@@ -50,7 +50,7 @@ def settings_of(overrides: list[str]) -> DictConfig:
 
 def lockstep_seconds(settings: DictConfig, images: Images, home: Path) -> float:
     """The steps of one seed with everything that a run does between them: logger, recorder, checkpoints."""
-    lockstep, batches = build_lockstep(settings, images, 0)
+    lockstep, batches, _ = build(settings, images, 0)
     logger = MetricsLogger(settings, "benchmark", 0, home)
     logger.log(0, {})  # starting W&B is no cost of a step
     recorder = Recorder(
@@ -73,7 +73,7 @@ def lockstep_seconds(settings: DictConfig, images: Images, home: Path) -> float:
 
 def bare_seconds(settings: DictConfig, images: Images) -> float:
     """The same arms one after the other, each fetching its own batches as it would alone."""
-    lockstep, batches = build_lockstep(settings, images, 0)
+    lockstep, batches, _ = build(settings, images, 0)
     return sum(_bare_loop(arm, batches, lockstep) for arm in lockstep.arms)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from driftlab.evidence import HALFWAY
@@ -40,13 +41,21 @@ def _wavering(subject: Subject, batches: Batches, step: int) -> Place:
     return Place(None, "forward", step)
 
 
-def ask_last(snapshots: Snapshots, steps: int) -> list[Finding]:
-    """The pair after the last update, put on the same weights."""
+def ask_last(
+    snapshots: Snapshots, steps: int, earlier: Callable[[], Snapshots] | None = None
+) -> list[Finding]:
+    """The pair after the last update, put on the same weights.
+
+    Args:
+        earlier: makes the snapshots to search for the first wrong step, where these hold the last alone.
+    """
     last = snapshots.at(steps)
     if not is_wrong(last) and not last.network.narrow():
         return [Finding(Evidence("last_step", LAST, 0.0, HALFWAY, None, f"they do, at step {steps}"))]
     if is_wrong(last):
-        return locate(snapshots, snapshots.first_wrong(steps))
+        searched = earlier() if earlier else snapshots
+        first = searched.first_wrong(steps)
+        return locate(searched, first) or locate(snapshots, steps)
     ask_precision(last)
     return [_late(f, steps) for f in last.findings if f.evidence.supports]
 

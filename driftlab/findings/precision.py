@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 from driftlab.evidence import HALFWAY_BITS
 from driftlab.examination import Examination
@@ -10,9 +11,10 @@ from driftlab.findings.streams import drawn_otherwise
 from driftlab.probes.arithmetic import CannotRunError, Recorded
 from driftlab.probes.comparison import Difference, compare
 from driftlab.probes.locating import without_ties
-from driftlab.probes.sizes import centred
+from driftlab.probes.sizes import centred, samples, samples_of
 from driftlab.verdict import Evidence, Place, Verdict
 
+PAIRS = 3
 QUESTION = "Against the exact result, is the candidate's float32 as near as the reference's?"
 
 
@@ -53,7 +55,7 @@ def _first_narrow(found: Examination) -> tuple[str, Difference] | None:
     conditioned = False
     for name in local.rewritten():
         differences = [d for c in local.comparisons(name) for d in c.narrow()]
-        if differences and local.wrong(name) is None:
+        if differences and local.wrong(name, few=True) is None:
             if _stays(found, name):
                 return name, differences[0]
             conditioned = True
@@ -62,14 +64,24 @@ def _first_narrow(found: Examination) -> tuple[str, Difference] | None:
 
 
 def _stays(found: Examination, name: str) -> bool:
-    """Whether the loss stays on centred inputs, and on inputs with a little noise.
+    """Whether the loss stays on centred inputs, and on every one of some pairs of samples.
 
-    The noise is for kinks: one float32 may fall on the other side of one by chance, and be far off for it.
+    The pairs are for kinks: among the half a million pre-activations of a batch one float32 may well fall on
+    the other side, and be far off in its gradients for it; among those of two samples it rarely does.
     """
-    return any(
-        _narrow(found, name, centred(call)) and _narrow(found, name, without_ties(call))
-        for call in (found.local.calls[name] if name else [found.whole])
-    )
+    calls = found.local.calls[name] if name else [found.whole]
+    return any(all(_narrow(found, name, trial) for trial in _trials(found, name, call)) for call in calls)
+
+
+def _trials(found: Examination, name: str, call: Recorded) -> Iterator[Recorded]:
+    yield centred(call)
+    for start in range(0, 2 * PAIRS, 2):
+        part = slice(start, start + 2)
+        if name:
+            yield samples(call, part) or without_ties(call)
+        else:
+            batch = samples_of(found.batch, part)
+            yield found.subject.on(batch) if batch else without_ties(call)
 
 
 def _narrow(found: Examination, name: str, call: Recorded) -> bool:

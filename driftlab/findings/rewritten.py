@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
 from driftlab.examination import Examination
 from driftlab.findings.determinism import wavers
+from driftlab.probes.locating import Local
 from driftlab.probes.rewritten import Rewritten, examine
 from driftlab.verdict import Evidence, Place, Verdict
 
@@ -13,13 +17,13 @@ QUESTION = "Do the rewritten modules agree on small integers, bit for bit, and a
 def ask_rewritten_modules(found: Examination) -> None:
     """Asked of modules that agree on their network's own inputs, so that the borders are the same."""
     local = found.local
-    agreeing = [n for n in local.rewritten() if local.comparisons(n) and local.wrong(n) is None]
+    agreeing = [n for n in local.rewritten() if local.comparisons(n) and local.wrong(n, few=True) is None]
     if not agreeing or not found.comparable:
         found.add(
             Evidence("rewritten_modules", QUESTION, None, 0.0, None, "no rewritten module stands alone")
         )
         return
-    seen = examine(local, agreeing)
+    seen = examine(local, _kinds(local, agreeing))
     if not seen.faults:
         found.add(Evidence("rewritten_modules", QUESTION, 0.0, 0.0, None, _agreed(seen, len(agreeing))))
         return
@@ -30,6 +34,15 @@ def ask_rewritten_modules(found: Examination) -> None:
     many = f", and so in {len({f.module for f in seen.faults})} modules" if len(seen.faults) > 1 else ""
     reading = f"{place}: {fault.relative:.2g} (relative) off on {fault.inputs}{many}"
     found.add(Evidence("rewritten_modules", QUESTION, fault.relative, 0.0, Verdict.BUG, reading), place)
+
+
+def _kinds(local: Local, names: list[str]) -> list[str]:
+    """One module of each kind: the same classes with the same settings, fed the same shapes."""
+    kinds: dict[str, str] = {}
+    for name in names:
+        shapes = [t.shape for t in pytree.tree_leaves(local.calls[name][0].args) if isinstance(t, Tensor)]
+        kinds.setdefault(f"{local.pair(name)} {shapes}", name)
+    return list(kinds.values())
 
 
 def _agreed(seen: Rewritten, modules: int) -> str:

@@ -145,8 +145,8 @@ def _backward(outputs: object, recorded: Recorded, arithmetic: str) -> None:
         if g is not None and o.requires_grad and o.shape == g.shape
     ]
     if pairs:
-        gradients = [_like(g, o, arithmetic) for o, g in pairs]
-        torch.autograd.backward([o for o, _ in pairs], gradients)
+        # the sum's gradient is the numbers themselves; handing them to autograd imports sympy, a second and more
+        sum((o * _like(g, o, arithmetic)).sum() for o, g in pairs).backward()
 
 
 def _like(gradient: Tensor, output: Tensor, arithmetic: str) -> Tensor:

@@ -17,10 +17,13 @@ from torch.utils import _pytree as pytree
 from driftlab.modules import is_rewritten
 from driftlab.probes.arithmetic import CannotRunError, Recorded
 from driftlab.probes.comparison import Comparison, Difference, compare
+from driftlab.probes.sizes import batch_of
 
 # A module whose borders a rewrite moved (conv and norm fused into one, an Identity in the other's place) gives
 # something else altogether. Below this relative difference the borders are the same and the function is not.
 SAME_BORDERS = 1e-2
+# Where the whole network agrees on its whole batch, its modules are looked at on this many samples.
+FEW_SAMPLES = 8
 
 
 @dataclass
@@ -42,7 +45,7 @@ class Local:
     def __post_init__(self) -> None:
         self._mine = dict(self.reference.named_modules())
         self._theirs = dict(self.candidate.named_modules())
-        self._compared: dict[str, list[Comparison]] = {}
+        self._compared: dict[tuple[str, bool], list[Comparison]] = {}
 
     def rewritten(self) -> list[str]:
         """The smallest pairs of modules that may compute differently, in the order of execution."""
@@ -52,15 +55,16 @@ class Local:
     def pair(self, name: str) -> tuple[nn.Module, nn.Module]:
         return self._mine[name], self._theirs[self.pairs[name]]
 
-    def comparisons(self, name: str) -> list[Comparison]:
-        """One a kept call; empty where the two take other arguments."""
-        if name not in self._compared:
-            self._compared[name] = [c for call in self.calls[name] if (c := self._compare(name, call))]
-        return self._compared[name]
+    def comparisons(self, name: str, few: bool = True) -> list[Comparison]:
+        """One a kept call, on a few samples of it or on all; empty where the two take other arguments."""
+        if (name, few) not in self._compared:
+            calls = [(few and batch_of(call, FEW_SAMPLES)) or call for call in self.calls[name]]
+            self._compared[name, few] = [c for call in calls if (c := self._compare(name, call))]
+        return self._compared[name, few]
 
-    def wrong(self, name: str) -> Difference | None:
+    def wrong(self, name: str, few: bool = False) -> Difference | None:
         """The first pass in which this module differs by more than rounding, and not only at ties."""
-        found = [d for c in self.comparisons(name) for d in c.wrong()]
+        found = [d for c in self.comparisons(name, few) for d in c.wrong()]
         if not found:
             return None
         if found[0].pass_ == "input gradient" and not self._wrong_without_ties(name):
@@ -111,7 +115,7 @@ def _children(local: Local, inside: str) -> list[str]:
 def slightly_wrong(local: Local) -> tuple[str, Difference] | None:
     """The first rewritten module that differs by more than rounding, but so little that its borders are the same."""
     for name in local.rewritten():
-        wrong = local.wrong(name)
+        wrong = local.wrong(name, few=True)
         if wrong and wrong.relative < SAME_BORDERS:
             return name, wrong
     return None

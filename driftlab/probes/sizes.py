@@ -18,20 +18,31 @@ FEW = 4  # samples: enough for the statistics of a batch, few enough to be quick
 
 def batch_of(call: Recorded, size: int) -> Recorded | None:
     """The first ``size`` samples of a call; None where its tensors have no batch dimension in common."""
+    return samples(call, slice(0, size))
+
+
+def samples(call: Recorded, part: slice) -> Recorded | None:
+    """Some samples of a call; None where its tensors have no batch dimension in common, or fewer samples."""
     tensors = [t for t in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor) and t.dim()]
     lengths = {t.shape[0] for t in tensors}
-    if len(lengths) != 1 or next(iter(lengths)) < size:
+    if len(lengths) != 1 or next(iter(lengths)) < part.stop:
         return None
-    return _mapped(call, lambda t: t[:size] if t.dim() else t)
+    return _mapped(call, lambda t: t[part] if t.dim() else t)
 
 
 def fewer_samples(batch: tuple[object, object], size: int) -> tuple[object, object] | None:
-    """The first ``size`` samples of inputs and targets; None where they have no batch dimension in common."""
+    """The first ``size`` samples of inputs and targets; None where there are no more, or no batch dimension."""
+    tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
+    return samples_of(batch, slice(0, size)) if tensors and tensors[0].shape[0] > size else None
+
+
+def samples_of(batch: tuple[object, object], part: slice) -> tuple[object, object] | None:
+    """Some samples of inputs and targets; None where they have no batch dimension in common, or fewer samples."""
     tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
     lengths = {t.shape[0] if t.dim() else 0 for t in tensors}
-    if len(lengths) != 1 or next(iter(lengths)) <= size:
+    if len(lengths) != 1 or next(iter(lengths)) < part.stop:
         return None
-    return pytree.tree_map_only(Tensor, lambda t: t[:size], batch)
+    return pytree.tree_map_only(Tensor, lambda t: t[part], batch)
 
 
 def _mapped(call: Recorded, change: Callable[[Tensor], Tensor]) -> Recorded:

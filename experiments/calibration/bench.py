@@ -26,6 +26,7 @@ class Outcome:
     name: str
     kind: str
     task: str
+    held_out: bool
     label: str
     verdict: str
     right: bool
@@ -55,6 +56,7 @@ def run_case(case: Case) -> Outcome:
         case.name,
         case.kind,
         case.task.name,
+        case.held_out,
         str(case.labels[0]),
         verdict,
         right,

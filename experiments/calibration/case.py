@@ -30,6 +30,7 @@ class Case:
         passes: the passes that are right.
         step: the first step at which the fault shows; None where that is not asked for.
         options: more keywords for ``diagnose``.
+        file: that it stands in.
     """
 
     name: str
@@ -41,6 +42,12 @@ class Case:
     passes: tuple[str, ...] = ANY
     step: int | None = None
     options: dict = field(default_factory=dict)
+    file: str = ""
+
+    @property
+    def held_out(self) -> bool:
+        """Whether it was written after the rules were made, to be judged by them once."""
+        return self.file.startswith("heldout")
 
 
 _CASES: dict[str, Case] = {}
@@ -65,7 +72,8 @@ def case(
         labels = tuple(Verdict(value) for value in ([label] if isinstance(label, str) else label))
         modules = (module,) if isinstance(module, str) else module
         allowed = (passes,) if isinstance(passes, str) else passes
-        _CASES[name] = Case(name, kind, labels, on, rewrite, modules, allowed, step, options)
+        file = rewrite.__module__.rpartition(".")[2]
+        _CASES[name] = Case(name, kind, labels, on, rewrite, modules, allowed, step, options, file)
         return rewrite
 
     return register

@@ -1,0 +1,119 @@
+"""The probes of a training experiment: before the first step, where the curves leave the controls, at the end."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from driftlab.arm import Arm
+from driftlab.examination import examined
+from driftlab.findings.late import ask_excess, ask_last, ask_written_otherwise
+from driftlab.late import Snapshots
+from driftlab.pairs import window_pair
+from driftlab.probes.sizes import fewer_samples
+from driftlab.records import SeedRecord, read_json, read_table, write_json
+from driftlab.verdict import Finding, Verdict
+from experiments.data.batches import Batches
+
+if TYPE_CHECKING:
+    from experiments.seed_run import Built, Experiment
+
+# A replay keeps both networks at each of its steps: no more of them than that.
+LONGEST_REPLAY = 150
+SETTLED = (Verdict.BUG, Verdict.NONDETERMINISTIC)
+
+
+def probed(experiment: Experiment, built: Built, home: Path) -> dict:
+    """What the probes found before any update: run once a seed, and read again when it is resumed."""
+    if built.subject is None:
+        return {"probes": [], "float64": True}
+    stored = home / "probes.json"
+    if stored.exists():
+        return read_json(stored)
+    batch = built.batches.batch(0)
+    few = fewer_samples(batch, experiment.settings.probe_images)
+    found = examined(built.subject, few or batch)
+    record = {"probes": [f.as_dict() for f in found.findings], "float64": found.float64}
+    write_json(stored, record)
+    return record
+
+
+def probed_later(experiment: Experiment, seed: int, built: Built, home: Path, record: dict) -> list[dict]:
+    """Where the pair left its controls, and at the end: nothing where the first probes settled it."""
+    subject = built.subject
+    if subject is None or any(Finding.from_dict(f).evidence.supports in SETTLED for f in record["probes"]):
+        return []
+    arms = {arm.name: arm for arm in built.lockstep.arms}
+    if not {"reference.float32", "candidate.float32"} <= set(arms):
+        return []
+    tables = (read_table(home / name) for name in ("curves.csv", "evaluations.csv"))
+    pair, excess = window_pair([SeedRecord(seed, *tables, record)], "candidate")
+    if pair.probe == "float32_pair" and any(
+        f["supports"] == Verdict.REDUCED_PRECISION for f in record["probes"]
+    ):
+        excess = None
+    if subject.written_otherwise:
+        found = ask_written_otherwise(subject, excess) if excess and excess.step else []
+        return [f.as_dict() for f in found]
+    found = ask_excess(_replayed(experiment, seed, subject, excess.step), excess) if excess else []
+    if not any(f.evidence.supports in SETTLED for f in found):
+        found += _at_the_end(experiment, seed, built, arms)
+    return [f.as_dict() for f in found]
+
+
+def _at_the_end(experiment: Experiment, seed: int, built: Built, arms: dict[str, Arm]) -> list[Finding]:
+    last = built.lockstep.steps
+    ends = (arms["reference.float32"], arms["candidate.float32"])
+    if any(arm.blown_up_at is not None for arm in ends):
+        return []
+    snapshots = Snapshots(built.subject, AtTheEnd(*ends, built.batches, last))
+    return ask_last(
+        snapshots, last, lambda: _replayed(experiment, seed, built.subject, min(last, LONGEST_REPLAY))
+    )
+
+
+class AtTheEnd:
+    """The float32 pair as training left it: a window of which only the last step is known."""
+
+    def __init__(self, reference: Arm, candidate: Arm, batches: Batches, last: int):
+        self._arms, self._batches, self.steps = {a.name: a for a in (reference, candidate)}, batches, last
+
+    def walk(self) -> Iterator[int]:
+        yield self.steps
+
+    def arm(self, name: str) -> Arm:
+        return self._arms[name]
+
+    def batch(self, step: int) -> tuple:
+        return self._batches.batch(step)
+
+
+def _replayed(experiment: Experiment, seed: int, subject, last: int) -> Snapshots:
+    """The float32 pair of this seed once more, up to ``last``."""
+    return Snapshots(subject, Replay(experiment, seed, last))
+
+
+class Replay:
+    """Reference and candidate in float32, trained as this seed trains them, without anything else."""
+
+    def __init__(self, experiment: Experiment, seed: int, last: int):
+        from experiments.seed_run import build
+
+        settings = copy.deepcopy(experiment.settings)
+        settings.roles, settings.dtypes = ["reference", "candidate"], ["float32"]
+        self._built, self.steps = build(settings, experiment.images, seed), last
+
+    def walk(self) -> Iterator[int]:
+        lockstep, batches = self._built.lockstep, self._built.batches
+        for step in range(self.steps + 1):
+            yield step
+            lockstep.forward_backward(step, *batches.batch(step))
+            lockstep.update(step)
+
+    def arm(self, name: str) -> Arm:
+        return next(a for a in self._built.lockstep.arms if a.name == name)
+
+    def batch(self, step: int) -> tuple:
+        return self._built.batches.batch(step)
