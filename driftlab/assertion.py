@@ -34,8 +34,9 @@ def assert_equivalent(
 ) -> None:
     """Assert that ``candidate`` computes what ``reference`` does: outputs, all gradients, buffers, eval mode.
 
-    No tolerance is asked for: what rounding may do is measured on the spot, since a difference in the function
-    stays where the float32 path is computed in float64, and rounding does not. Both are left as they are.
+    No tolerance is asked for: what rounding may do is measured on the spot, since a difference in the
+    function stays where the float32 path is computed in float64, and rounding does not. Both are left as they
+    are.
 
     Args:
         reference, candidate: modules from the same weights; the candidate may be a function of the reference.

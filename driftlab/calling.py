@@ -26,7 +26,8 @@ def calling(module: nn.Module, inputs: object) -> Call:
     """How ``module`` is to be called on ``inputs``, by the signature of its ``forward``.
 
     A tensor is handed over as it is. A dict becomes keywords where ``forward`` has parameters of those
-    names, a tuple or list becomes arguments where ``forward`` takes that many; else each is handed over whole.
+    names, a tuple or list becomes arguments where ``forward`` takes that many; else each is handed over
+    whole.
     """
     if isinstance(inputs, Tensor) or not isinstance(inputs, Mapping | tuple | list):
         return whole

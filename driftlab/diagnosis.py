@@ -1,4 +1,4 @@
-"""One call for the whole question: is the candidate the same function as the reference, and if not, where not?"""
+"""One call for the whole question: is the candidate the same function, and if not, where not?"""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from driftlab.calling import calling
-from driftlab.pairs import window_pair
 from driftlab.examination import Examination, examined
 from driftlab.findings.late import ask_excess, ask_last, ask_repeat, ask_since, ask_written_otherwise
 from driftlab.fold import Fold, FoldError, find_fold
 from driftlab.late import Snapshots
 from driftlab.lockstep import cast
+from driftlab.pairs import window_pair
 from driftlab.probes.arithmetic import CannotRunError
 from driftlab.records import SeedRecord
 from driftlab.rules import judge

@@ -63,7 +63,7 @@ class Fold:
         return self.read(tensors)
 
     def sources(self, name: str) -> frozenset[str]:
-        """The candidate's tensors that the reference's ``name`` is taken from; empty where it has no place."""
+        """The candidate's tensors that the reference's ``name`` is taken from; none where it has no place."""
         if name not in self.placed:
             return frozenset()
         if isinstance(self.read, GivenFold):

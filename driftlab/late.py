@@ -1,7 +1,7 @@
-"""Faults that are not there at the start: both networks on the candidate's weights, at any step of the window.
+"""Faults that set in later: both networks on the candidate's weights, at any step of a run.
 
-At a later step drift has parted the weights, so they are made equal: the reference gets the candidate's, by the
-fold. Then the probes of one step serve again, with no drift in between.
+At a later step drift has parted the weights, so they are made equal: the reference gets the candidate's, by
+the fold. Then the probes of one step serve again, with no drift in between.
 """
 
 from __future__ import annotations

@@ -83,8 +83,7 @@ def _differs(a: nn.Module, b: nn.Module) -> bool:
     if (
         type(a) is not type(b)
         or a.training != b.training
-        or "forward" in vars(b)
-        and "forward" not in vars(a)
+        or ("forward" in vars(b) and "forward" not in vars(a))
     ):
         return True
     if any(len(getattr(a, h, ())) != len(getattr(b, h, ())) for h in _HOOKS):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median, stdev
 
 from driftlab.records import SeedRecord
-from driftlab.statistics import mcnemar_exact
+from driftlab.statistics import equal_means, mcnemar_exact
 from driftlab.verdict import Evidence, Verdict
 
 # A loss that ends at twice its initial value is worse than not to have trained; batches of one run differ
@@ -65,3 +65,56 @@ def stability(table: dict) -> Evidence:
     reading = f"fell over: {counts}; McNemar's exact p against the reference: {tests}"
     verdict = Verdict.UNSTABLE if shared and not alone else None
     return Evidence("stability", question, float(sum(fallen.values())), 0.0, verdict, reading)
+
+
+# The usual level of each of the two tests; not the level of a claim of difference, which is SIGNIFICANT.
+EQUAL = 0.05
+
+
+def accuracy_evidence(records: Sequence[SeedRecord], role: str) -> list[Evidence]:
+    """Final accuracy and disagreement over the seeds; silent as to verdicts.
+
+    Summers and Dinneen ("Nondeterminism and instability in neural network optimization", ICML 2021): one
+    changed bit makes as much disagreement as all other sources of randomness, so the control's is the
+    yardstick.
+    """
+    arm = f"{role}.float32"
+    last = [r for record in records if (r := _last_evaluation(record, arm))]
+    return [e for e in (_equal_accuracy(last, arm), _disagreement(last, arm)) if e]
+
+
+def _last_evaluation(record: SeedRecord, arm: str) -> dict[str, float] | None:
+    """The last row in which both this arm and the reference were evaluated."""
+    wanted = {f"test_accuracy/{arm}", "test_accuracy/reference.float32"}
+    return next((row for row in reversed(record.evaluations) if wanted <= row.keys()), None)
+
+
+def _equal_accuracy(rows: list[dict[str, float]], arm: str) -> Evidence | None:
+    if len(rows) < 3 or arm == "reference.float32":
+        return None
+    own = [row["test_accuracy/reference.float32"] for row in rows]
+    differences = [row[f"test_accuracy/{arm}"] - a for row, a in zip(rows, own, strict=True)]
+    margin = stdev(own)
+    p = equal_means(differences, margin)
+    question = f"Do {arm} and its reference end with the same test accuracy?"
+    equal = "equal" if p < EQUAL else "not shown to be equal: more seeds would tell"
+    reading = (
+        f"mean difference {100 * fmean(differences):+.2f} points over {len(rows)} seeds; within "
+        f"+-{100 * margin:.2f}, the spread "
+        f"of the reference over seeds, they are {equal} (two one-sided tests)"
+    )
+    return Evidence("equal_accuracy", question, p, EQUAL, None, reading)
+
+
+def _disagreement(rows: list[dict[str, float]], arm: str) -> Evidence | None:
+    mine = [row[f"disagreement/{arm}"] for row in rows if f"disagreement/{arm}" in row]
+    control = [row["disagreement/control.float32"] for row in rows if "disagreement/control.float32" in row]
+    if not mine or not control or arm == "control.float32":
+        return None
+    question = f"On how many test images do {arm} and its reference disagree, beside the control?"
+    reading = (
+        f"{100 * median(mine):.1f} % of the images, the control {100 * median(control):.1f} % "
+        f"(medians of {len(mine)} seed{'s' * (len(mine) > 1)}; the control at most "
+        f"{100 * max(control):.1f} %)"
+    )
+    return Evidence("disagreement", question, median(mine), max(control), None, reading)

@@ -32,7 +32,7 @@ class Excess:
 
 
 def _own_rounding(record: SeedRecord, role: str) -> float:
-    """What the pair's rounding in float32 lets expect in float64, before any update: 2^-29 of its logit distance.
+    """What float32 lets expect of the float64 pair before any update: 2^-29 of its logit distance.
 
     A rewrite that cancels where the reference does not (a variance in one pass) rounds more than any control.
     Of the logits alone, since gradients leap where a float32 falls on the other side of a kink.
@@ -77,7 +77,10 @@ def pair_with_controls(
     if not ratios:
         return Evidence(probe, question, None, HALFWAY, None, "there is no such pair with a control"), None
     if not excesses:
-        reading = f"at most {max(ratios):.2g} times the controls ({len(ratios)} seed{'s' * (len(ratios) > 1)}): rounding"
+        reading = (
+            f"at most {max(ratios):.2g} times the controls ({len(ratios)} seed{'s' * (len(ratios) > 1)}): "
+            f"rounding"
+        )
         return Evidence(probe, question, max(ratios), HALFWAY, Verdict.ROUND_OFF, reading), None
     first = min(excesses, key=lambda e: (e.step, -e.measured / e.allowed))
     times = first.measured / first.allowed * HALFWAY

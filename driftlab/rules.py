@@ -1,16 +1,18 @@
-"""How the evidence of a lockstep run becomes a verdict.
+"""How the evidence becomes a verdict: ``docs/verdict.md`` says it at length.
 
 In this order, the first that applies:
 
-1. no record, or none of the arms that could tell -> ``inconclusive``
-2. no difference in any bit -> ``bit_identical``
-3. the float64 pair leaves its control, in training, in eval mode or in its buffers -> ``bug``: rounding
-   is 2^-29 smaller in float64, a wrong function is not
-4. the same function in float64, but the float32 pair starts further apart than float32 rounding ->
-   ``reduced_precision``
-5. the same function, and the reference or the control falls over in some seed -> ``unstable``
-6. the same function, but the candidate alone falls over -> ``inconclusive``
-7. the same function in float64 -> ``round_off``
+1. no record -> ``inconclusive``
+2. a probe shows another function, update or state -> ``bug``, at its place. Networks that do not repeat
+   themselves, or draw their random numbers in another order, are told from that first -> ``nondeterministic``
+3. no difference in any bit -> ``bit_identical``
+4. the pair leaves its controls in float64 (float32, where the candidate has no float64), and a look on the
+   spot does not find that to be rounding -> ``bug``
+5. none of the arms or probes that could tell -> ``inconclusive``
+6. the same function, in fewer bits -> ``reduced_precision``
+7. the same function, and the reference or the control falls over in some seed -> ``unstable``; the candidate
+   alone -> ``inconclusive``
+8. the same function -> ``round_off``
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from dataclasses import replace
 
 from driftlab import evidence as ask
 from driftlab import pairs
+from driftlab.outcomes import accuracy_evidence, stability
 from driftlab.outcomes import outcomes as outcomes_over_seeds
-from driftlab.outcomes import stability
 from driftlab.records import SeedRecord
 from driftlab.verdict import Evidence, Finding, Judgement, Place, Verdict
 
@@ -36,15 +38,36 @@ def judge(records: Sequence[SeedRecord], subject: str = "candidate") -> Judgemen
     if not records:
         return Judgement(Verdict.INCONCLUSIVE, "no seed has finished: run the same command again", [])
     probes = _probes(records) if subject == "candidate" else []
-    if settled := _settled(probes):
-        verdict, finding = settled
-        evidence = [f.evidence for f in probes]
-        return Judgement(verdict, _settled_headline(verdict, finding, len(records)), evidence, finding.place)
-    return _from_curves([_honoured(r) for r in records], subject, probes)
+    honoured = [_honoured(r) for r in records]
+    settled = _settled(probes)
+    if settled is None:
+        return _from_curves(honoured, subject, probes)
+    verdict, finding = settled
+    evidence, outcomes = [f.evidence for f in probes], {}
+    if any(r.curves for r in records):
+        shown = _from_curves(honoured, subject, probes)
+        evidence, outcomes = shown.evidence, shown.outcomes
+    headline = _settled_headline(verdict, finding, len(records))
+    return Judgement(verdict, headline, evidence, _since(finding, honoured), outcomes)
+
+
+# Probes that feed modules, or optimizers, what this training may come to later or never.
+OFF_THE_PATH = ("fewer_samples", "rewritten_modules", "update")
+
+
+def _since(finding: Finding, records: Sequence[SeedRecord]) -> Place | None:
+    """The place, with the step from which the curves show what a probe found beside the training's path."""
+    place = finding.place
+    if place is None or place.step or finding.evidence.probe not in OFF_THE_PATH:
+        return place
+    _, excess = pairs.window_pair(records, "candidate")
+    if excess is None:
+        return place
+    return replace(place, step=excess.step - 1 if place.pass_ == "update" and excess.step else excess.step)
 
 
 def _probes(records: Sequence[SeedRecord]) -> list[Finding]:
-    """One finding a probe: of the first seed in which it speaks for anything but rounding, else of the first."""
+    """One finding a probe: of the first seed in which it speaks against rounding, else of the first."""
     found: dict[str, Finding] = {}
     for record in records:
         for stored in record.run.get("probes") or ():
@@ -75,7 +98,7 @@ def _settled_headline(verdict: Verdict, finding: Finding, n: int) -> str:
 
 
 def _honoured(record: SeedRecord) -> SeedRecord:
-    """The record less a float64 pair that is none: its candidate computes in fewer bits whatever it is given."""
+    """The record less a float64 pair that is none: the candidate computes in fewer bits all the same."""
     if record.run.get("float64", True):
         return record
     arm = "candidate.float64"
@@ -105,6 +128,7 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
         ask.float32_start(records, subject, place is None),
         ask.drift(records, subject),
         stability(outcomes),
+        *accuracy_evidence(records, subject),
     ]
     found = {e.probe: e for e in evidence} | {f.evidence.probe: f.evidence for f in probes}
     verdict = _verdict(found, subject, place, all("control.float64" in r.arms for r in records))

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 _WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128, torch.complex64: torch.complex128}
 _HALVES = (torch.float32, torch.float16, torch.bfloat16)
-_WIDE |= {dtype: torch.float64 for dtype in _HALVES}
+_WIDE |= dict.fromkeys(_HALVES, torch.float64)
 _aten = torch.ops.aten
 
 
@@ -119,7 +119,7 @@ def _eager():
 
 
 def shadowed(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` whose floating parameters and buffers are held in float64; shared ones stay shared."""
+    """A copy of ``module`` with its floating parameters and buffers held in float64; ties are kept."""
     twin, made = copy.deepcopy(module), {}
     for part in twin.modules():
         for table in (part._parameters, part._buffers):
@@ -233,7 +233,7 @@ def _written_back(leaves: list, inner: list) -> None:
 
 
 def _said(leaves: list, kwargs: dict) -> torch.dtype:
-    """The dtype that the results say they have: what was asked for, else the promoted one of the arguments."""
+    """The dtype that results say they have: what was asked for, else the promoted one of the arguments."""
     asked = [leaf for leaf in leaves if isinstance(leaf, torch.dtype) and leaf in _WIDE]
     if asked:
         return asked[-1]

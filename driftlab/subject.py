@@ -45,7 +45,7 @@ class Subject:
         self.written_otherwise = _written_otherwise(self.reference, self.candidate, self.fold)
 
     def comparable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The fold, less the parameters that the candidate writes otherwise: the two never were equal there."""
+        """The fold, less the parameters that the candidate writes otherwise: they never were equal."""
         return {n: t for n, t in self.fold(tensors).items() if n not in self.written_otherwise}
 
     def on(self, batch: tuple[object, object]) -> Recorded:

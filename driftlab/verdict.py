@@ -44,7 +44,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a difference arises: a module's dotted name ("" the network itself, None unknown), a pass, the first step.
+    """Where a difference arises: a module by its name ("" the network, None unknown), a pass, the first step.
 
     ``place.pass_`` is ``place["pass"]`` too, as ``verdict.json`` spells it.
     """

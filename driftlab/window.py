@@ -1,9 +1,10 @@
 """The lockstep window: the first steps of training, in both dtypes, beside an ensemble of controls.
 
-Nine time steps of an ensemble of tiny perturbations are how climate science accepts a port of its codes (Milroy,
-Baker, Hammerling, Jessup, "Nine time steps: ultra-fast statistical consistency testing of the Community Earth System
-Model", GMD 2018). The controls here are the reference with one weight moved by one ulp, with every weight so moved,
-and with every weight so moved again after each update, since a rewrite rounds otherwise at every step.
+Nine time steps of an ensemble of tiny perturbations are how climate science accepts a port of its codes
+(Milroy, Baker, Hammerling, Jessup, "Nine time steps: ultra-fast statistical consistency testing of the
+Community Earth System Model", GMD 2018). The controls here are the reference with one weight moved by one
+ulp, with every weight so moved, and with every weight so moved again after each update, since a rewrite
+rounds otherwise at every step.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Window:
         return self.record()
 
     def walk(self) -> Iterator[int]:
-        """Before each step its number, the arms as they stand then; the last is the one after the last update."""
+        """Before each step its number, with the arms as they stand; the last comes after the last update."""
         for step in range(self.steps + 1):
             yield step
             self.lockstep.forward_backward(step, *self.batch(step))
@@ -145,7 +146,7 @@ class Window:
 
 
 def same_rows(first: SeedRecord, second: SeedRecord) -> int | None:
-    """The first step at which two runs do not have the same numbers in what both measured; None where they do."""
+    """The first step at which two runs differ in any number that both measured; None where there is none."""
     for one, other in itertools.zip_longest(first.curves, second.curves, fillvalue={}):
         common = one.keys() & other.keys()
         if any(one[c] != other[c] and not (one[c] != one[c] and other[c] != other[c]) for c in common):

@@ -1,4 +1,4 @@
-"""The probes of a training experiment: before the first step, where the curves leave the controls, at the end."""
+"""The probes of a training experiment: before it, where its curves leave the controls, at its end."""
 
 from __future__ import annotations
 

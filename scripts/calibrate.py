@@ -1,4 +1,4 @@
-"""Counts how often the diagnosis is right: every case of the labelled bench, its confusion matrix, places and times.
+"""Counts how often the diagnosis is right, over the labelled bench: confusion matrix, places, times.
 
 python scripts/calibrate.py                    all cases, written under results/published/calibration/
 python scripts/calibrate.py conv lstm --dry    the cases whose name holds one of the words, nothing written

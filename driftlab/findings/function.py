@@ -43,7 +43,10 @@ def _ask_fewer(found: Examination) -> None:
             wrong = part.network.wrong()
         except CannotRunError as error:
             if _runs(found, batch):
-                reading = f"the candidate fails on {size} sample{'s' * (size > 1)}, where the reference does not: {error}"
+                reading = (
+                    f"the candidate fails on {size} sample{'s' * (size > 1)}, where the reference does "
+                    f"not: {error}"
+                )
                 found.add(
                     Evidence("fewer_samples", FEWER, float(size), None, Verdict.BUG, reading),
                     Place("", "forward", 0),
@@ -92,7 +95,7 @@ def _ask(found: Examination) -> None:
 
 
 def _owner(wrong: list[Difference]) -> str:
-    """The module whose weights alone have a wrong gradient, though each of its calls is right (a tie undone)."""
+    """The module whose weights alone have a wrong gradient, each of its calls being right (a tie undone)."""
     owners = {d.name.rpartition(".")[0] for d in wrong if d.pass_ == "weight gradient"}
     return owners.pop() if len(owners) == 1 and wrong[0].pass_ == "weight gradient" else ""
 
@@ -129,7 +132,8 @@ def _wrong(difference: Difference, place: Place, network: Comparison) -> str:
     named = f" ({difference.name})" if difference.pass_ == "weight gradient" else ""
     how = "with the rounding taken away" if "shadow" in network.ran else "in float64"
     return (
-        f"{place}{named}: fed the reference's exact inputs it is {difference.relative:.2g} (relative) off {how}, "
+        f"{place}{named}: fed the reference's exact inputs it is {difference.relative:.2g} (relative) off "
+        f"{how}, "
         f"where rounding would be gone"
     )
 
@@ -149,5 +153,8 @@ def _untrained(found: Examination) -> list[str]:
 
 def _not_trained(found: Examination, missed: list[str]) -> None:
     place = Place(missed[0].rpartition(".")[0], "update", 0)
-    reading = f"{', '.join(missed[:4])}: trained in the reference, and among the candidate's parameters there is none for it"
+    reading = (
+        f"{', '.join(missed[:4])}: trained in the reference, and among the candidate's parameters there is "
+        f"none for it"
+    )
     found.add(Evidence("function", QUESTION, float(len(missed)), 0.0, Verdict.BUG, reading), place)

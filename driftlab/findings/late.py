@@ -12,6 +12,7 @@ from driftlab.late import Snapshots, is_wrong
 from driftlab.pairs import Excess, window_pair
 from driftlab.probes.determinism import repeats
 from driftlab.records import SeedRecord
+from driftlab.rules import OFF_THE_PATH
 from driftlab.subject import Subject
 from driftlab.verdict import Evidence, Finding, Place, Verdict
 from driftlab.window import CONTROLS, Batches, Window, same_rows
@@ -80,10 +81,6 @@ def _late(finding: Finding, step: int) -> Finding:
     )
 
 
-# Probes that feed modules, or optimizers, what this training may come to later or never.
-OFF_THE_PATH = ("fewer_samples", "rewritten_modules", "update")
-
-
 def ask_since(finding: Finding, subject: Subject, batches: Batches, steps: int, float64: bool) -> Finding:
     """The step from which a fault shows in this training, in place of that of the probe that found it."""
     place = finding.place
@@ -106,7 +103,8 @@ def ask_written_otherwise(subject: Subject, excess: Excess) -> list[Finding]:
     place = Place(names[0].rpartition(".")[0], "update", step)
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     reading = (
-        f"{place}: the candidate holds {listed} in another form; both agree before the update and no longer after it, "
+        f"{place}: the candidate holds {listed} in another form; both agree before the update and no "
+        f"longer after it, "
         f"since the optimizer moves what is stored"
     )
     question = "Do both still agree after an update, though some weights are stored in another form?"
@@ -127,7 +125,10 @@ def ask_excess(snapshots: Snapshots, excess: Excess) -> list[Finding]:
         return found
     if excess.moved:
         place = snapshots.moved_apart(excess.step)
-        reading = f"{place}: weights leave what the controls show, and on equal weights both agree: the update parts them"
+        reading = (
+            f"{place}: weights leave what the controls show, and on equal weights both agree: the update "
+            f"parts them"
+        )
         return [
             Finding(Evidence("excess", CONFIRM, excess.measured, excess.allowed, Verdict.BUG, reading), place)
         ]

@@ -38,7 +38,10 @@ def ask_precision(found: Examination) -> None:
         return
     place = Place(module, difference.pass_, 0)
     bits = max(1.0, 24 - math.log2(difference.lost)) if math.isfinite(difference.lost) else 0
-    reading = f"{place}: its error is {difference.lost:.2g} times the reference's: about {bits:.0f} bits instead of 24"
+    reading = (
+        f"{place}: its error is {difference.lost:.2g} times the reference's: about {bits:.0f} bits instead "
+        f"of 24"
+    )
     found.add(
         Evidence("precision", QUESTION, difference.lost, HALFWAY_BITS, Verdict.REDUCED_PRECISION, reading),
         place,
@@ -46,7 +49,7 @@ def ask_precision(found: Examination) -> None:
 
 
 def _first_narrow(found: Examination) -> tuple[str, Difference] | None:
-    """The innermost module, first in execution order, that loses bits by itself; "" where only the whole does.
+    """The innermost module, first in execution order, that loses bits by itself; "" the whole network.
 
     Fewer bits show on any inputs. An algorithm that cancels (a variance in one pass) loses them only where a
     large mean stands on a small spread, so the loss must stay when the inputs are centred.

@@ -49,7 +49,8 @@ def _agreed(seen: Rewritten, modules: int) -> str:
     parts = [f"{modules} module{'s' * (modules != 1)}: {seen.exact} integer checks equal bit for bit"]
     if seen.inexact:
         parts.append(
-            f"{seen.inexact} not exact but within rounding (constants that are no binary fractions, or fewer bits)"
+            f"{seen.inexact} not exact but within rounding (constants that are no binary fractions, or "
+            f"fewer bits)"
         )
     if seen.inapplicable:
         parts.append(f"{len(seen.inapplicable)} not exact in integers in the reference either")

@@ -41,7 +41,8 @@ def drawn_otherwise(found: Examination, located: tuple[str, Difference] | None) 
         found.add(Evidence("function", QUESTION, None, None, Verdict.BUG, reading), place)
         return True
     reading = (
-        f"the random layers of {name} draw their numbers in another order, from the same distribution (means and "
+        f"the random layers of {name} draw their numbers in another order, from the same distribution "
+        f"(means and "
         f"spreads within {draws.sigmas:.1f} standard errors); runs cannot be compared step by step"
     )
     found.comparable = False

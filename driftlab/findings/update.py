@@ -27,7 +27,10 @@ def ask_update(found: Examination) -> None:
         found.add(Evidence("update", QUESTION, 0.0, THRESHOLD, None, f"they do, over {STEPS} updates"))
         return
     why = f": {update.why}" if update.why else ""
-    reading = f"{update.tensor} goes another way in update {update.place.step}, {update.measured:.2g} (relative) off{why}"
+    reading = (
+        f"{update.tensor} goes another way in update {update.place.step}, {update.measured:.2g} (relative) "
+        f"off{why}"
+    )
     supports = Verdict.REDUCED_PRECISION if fewer_bits else Verdict.BUG
     if fewer_bits:
         reading += "; with the rounding taken away it does not"

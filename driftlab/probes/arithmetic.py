@@ -138,14 +138,15 @@ def _copied(values: object) -> object:
 
 
 def _backward(outputs: object, recorded: Recorded, arithmetic: str) -> None:
-    floating = [t for t in floating_leaves(outputs)]
+    floating = floating_leaves(outputs)
     pairs = [
         (o, g)
         for o, g in zip(floating, recorded.gradients, strict=False)
         if g is not None and o.requires_grad and o.shape == g.shape
     ]
     if pairs:
-        # the sum's gradient is the numbers themselves; handing them to autograd imports sympy, a second and more
+        # the sum's gradient is the numbers themselves; handing them to autograd imports sympy, a second and
+        # more
         sum((o * _like(g, o, arithmetic)).sum() for o, g in pairs).backward()
 
 

@@ -1,8 +1,8 @@
-"""The a-priori rounding bound of an operator that sums products (linear, convolution), measured for its own data.
+"""The a-priori rounding bound of a sum of products (linear, convolution), for the data at hand.
 
-|fl(y) - y| <= γ_K (|W| * |x|) with γ_K = K u / (1 - K u) for a sum of K products in any order (Higham, "Accuracy
-and Stability of Numerical Algorithms", 2nd ed., section 3.1). One more pass over absolute values gives |W| * |x|,
-one over ones gives K; their backward passes give the same for both gradients.
+|fl(y) - y| <= gamma_K (|W| * |x|) with gamma_K = K u / (1 - K u) for a sum of K products in any order
+(Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 3.1). One more pass over absolute values
+gives |W| * |x|, one over ones gives K; their backward passes give the same for both gradients.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Bound:
 
     Attributes:
         terms: K, the longest sum.
-        share: max |difference| / (2 γ_K |W| * |x|), above 1 it is no rounding of this dtype in any order.
+        share: max |difference| / (2 gamma_K |W| * |x|), above 1 it is no rounding of this dtype in any order.
         bits: -log2 of max |difference| / (|W| * |x|): 24 where float32 rounded once.
     """
 

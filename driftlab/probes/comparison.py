@@ -1,14 +1,14 @@
 """Is a difference rounding, fewer bits, or another function? One module on one set of inputs decides it.
 
-Reference and candidate get bit for bit the same inputs, in several arithmetics. Rounding shrinks by 2^-29 from
-float32 to float64, and vanishes where the float32 path is computed in float64; a difference in the function does
-not. So a difference d in float64 arithmetic is no rounding where
+Reference and candidate get bit for bit the same inputs, in several arithmetics. Rounding shrinks by 2^-29
+from float32 to float64, and vanishes where the float32 path is computed in float64; a difference in the
+function does not. So a difference d in float64 arithmetic is no rounding where
 
     d > HALFWAY * max(u64 * |y|, 2^-29 * e32)
 
-with e32 the error that float32 is seen to make in the same quantity (the larger of the two networks'), |y| the
-quantity itself, u64 = 2^-53 and HALFWAY = 2^14.5, the middle between the two hypotheses in powers of two. e32
-scales with cancellation and conditioning as d does, so an ill-conditioned layer is not accused.
+with e32 the error that float32 is seen to make in the same quantity (the larger of the two networks'), |y|
+the quantity itself, u64 = 2^-53 and HALFWAY = 2^14.5, the middle between the two hypotheses in powers of two.
+e32 scales with cancellation and conditioning as d does, so an ill-conditioned layer is not accused.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """‖a - b‖₂; entries that are NaN, or the same infinity, in both count as equal, a shape of its own as inf."""
+    """‖a - b‖₂; NaN in both, or the same infinity, counts as equal, another shape as infinitely far."""
     if a.shape != b.shape:
         return math.inf
     apart = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(a), a - b)

@@ -1,7 +1,7 @@
-"""Constants that a candidate stores in float32, where the reference computes them: half a unit in the last place off.
+"""Constants stored in float32, where the other network computes them: half a unit in the last place off.
 
-The control is to move every such stored value by one unit in its last place. What differs by no more than that
-moves the result is what rounding the constants once makes of it.
+The control is to move every such stored value by one unit in its last place. What differs by no more than
+that moves the result is what rounding the constants once makes of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def rounded_constants(subject: Subject, whole: Recorded, wrong: list[Difference]
     explained = [role for role in ("candidate", "reference") if _explains(subject, role, whole, wrong)]
     if not explained:
         return None
-    return f"{wrong[0].relative:.1g} (relative) that rounding the constants of the {explained[0]} to float32 makes"
+    whose = explained[0]
+    return f"{wrong[0].relative:.1g} (relative) that rounding the {whose}'s constants to float32 makes"
 
 
 def _explains(subject: Subject, role: str, whole: Recorded, wrong: list[Difference]) -> bool:

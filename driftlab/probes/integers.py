@@ -1,9 +1,10 @@
-"""The integer probe: with small integers every partial sum is exact, so any right rewrite matches bit for bit.
+"""The integer probe: small integers make every partial sum exact, so a right rewrite matches bit for bit.
 
-Inputs, weights and output gradients are small odd and even integers; forward, input gradient and weight gradient
-are compared in float32 at several sizes. Whether the probe applies is not assumed but seen: the reference must
-give the same bits in float32 and in float64. Algorithms with constants that are no binary fractions (Winograd
-F(4x4), FFT) are not exact, honestly so: their error lies within rounding, and ``comparison`` decides.
+Inputs, weights and output gradients are small odd and even integers; forward, input gradient and weight
+gradient are compared in float32 at several sizes. Whether the probe applies is not assumed but seen: the
+reference must give the same bits in float32 and in float64. Algorithms with constants that are no binary
+fractions (Winograd F(4x4), FFT) are not exact, honestly so: their error lies within rounding, and
+``comparison`` decides.
 
 The same with ever wider integers in one operand, and single ones in the other, measures how many bits of its
 operands a kernel keeps: 24 in float32, 11 in float16 and TF32, 8 in bfloat16.
@@ -19,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from driftlab.fold_layout import FoldError
 from driftlab.probes.arithmetic import CannotRunError, Passes, Recorded, run
 from driftlab.probes.comparison import same_values
 from driftlab.probes.sizes import with_gradients
@@ -97,8 +97,8 @@ def _shape(call: Recorded) -> torch.Size:
 def operand_bits(pair: IntegerPair, call: Recorded) -> int | None:
     """The most bits that an odd integer in one operand may have and still come out of the candidate exactly.
 
-    Each operand (inputs, weights) is the wide one in turn, the other holds few ones; the smaller number counts.
-    None where the reference is not exact either.
+    Each operand (inputs, weights) is the wide one in turn, the other holds few ones; the smaller number
+    counts. None where the reference is not exact either.
     """
     found = []
     for wide in ("inputs", "weights"):

@@ -19,8 +19,9 @@ from driftlab.probes.arithmetic import CannotRunError, Recorded
 from driftlab.probes.comparison import Comparison, Difference, compare
 from driftlab.probes.sizes import batch_of
 
-# A module whose borders a rewrite moved (conv and norm fused into one, an Identity in the other's place) gives
-# something else altogether. Below this relative difference the borders are the same and the function is not.
+# A module whose borders a rewrite moved (conv and norm fused into one, an Identity in the other's place)
+# gives something else altogether. Below this relative difference the borders are the same and the function is
+# not.
 SAME_BORDERS = 1e-2
 # Where the whole network agrees on its whole batch, its modules are looked at on this many samples.
 FEW_SAMPLES = 8
@@ -80,7 +81,7 @@ class Local:
             return None
 
     def _wrong_without_ties(self, name: str) -> bool:
-        """Two of the largest entries of a window are equal: either may get the gradient. Noise breaks ties."""
+        """Where the largest entries of a window are equal, either may get the gradient. Noise breaks ties."""
         found = [self._compare(name, without_ties(call)) for call in self.calls[name]]
         return any(c.wrong() for c in found if c)
 
@@ -113,7 +114,7 @@ def _children(local: Local, inside: str) -> list[str]:
 
 
 def slightly_wrong(local: Local) -> tuple[str, Difference] | None:
-    """The first rewritten module that differs by more than rounding, but so little that its borders are the same."""
+    """The first rewritten module that is no rounding off, but so little that its borders are the same."""
     for name in local.rewritten():
         wrong = local.wrong(name, few=True)
         if wrong and wrong.relative < SAME_BORDERS:

@@ -1,8 +1,8 @@
 """Random layers: do two modules draw from the same distribution, though not the same numbers?
 
-A rewrite may draw its dropout masks in another order, or in other pieces, and is none the worse for it; but no
-two of its outputs are then comparable one by one. What can be compared is the distribution: mean and spread of
-the outputs over many seeds.
+A rewrite may draw its dropout masks in another order, or in other pieces, and is none the worse for it; but
+no two of its outputs are then comparable one by one. What can be compared is the distribution: mean and
+spread of the outputs over many seeds.
 """
 
 from __future__ import annotations

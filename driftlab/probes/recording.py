@@ -1,4 +1,4 @@
-"""What every module of a network was given in one training step: its arguments, and the gradients that came back."""
+"""What every module was given in one training step: its arguments, and the gradients that came back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Do the two start alike? Weights after folding, buffers, training mode, what is trained, and by which settings."""
+"""Do the two start alike? Weights after folding, buffers, modes, what is trained, and by which settings."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ def _values(reference: nn.Module, candidate: nn.Module, fold: Fold) -> list[Star
             found.append(Start(what, off, Verdict.REDUCED_PRECISION, Place(owner(name), "forward", 0)))
             continue
         apart = int((other.double() != tensor.double().to(other.device)).sum())
-        what = f"the {kind} {name} starts from other values ({apart} of {tensor.numel()} entries, {off:.2g} relative)"
+        what = (
+            f"the {kind} {name} starts from other values ({apart} of {tensor.numel()} entries, {off:.2g} "
+            f"relative)"
+        )
         pass_ = "forward" if kind == "parameter" else "buffer"
         found.append(Start(what, off, Verdict.BUG, Place(owner(name), pass_, 0)))
     return found
@@ -108,7 +111,7 @@ def _modes(reference: nn.Module, candidate: nn.Module) -> list[Start]:
 
 
 def settings_by_tensor(module: nn.Module, optimizer: Optimizer) -> dict[str, Mapping[str, object]]:
-    """The optimizer's settings (learning rate, weight decay, ...) of every parameter that it moves, by name."""
+    """The settings (learning rate, weight decay, ...) of each parameter that is moved, by name."""
     groups = {
         id(p): {k: v for k, v in group.items() if k not in _EXECUTION}
         for group in optimizer.param_groups

@@ -31,13 +31,13 @@ def samples(call: Recorded, part: slice) -> Recorded | None:
 
 
 def fewer_samples(batch: tuple[object, object], size: int) -> tuple[object, object] | None:
-    """The first ``size`` samples of inputs and targets; None where there are no more, or no batch dimension."""
+    """The first ``size`` samples of inputs and targets; None where there are no more than that."""
     tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
     return samples_of(batch, slice(0, size)) if tensors and tensors[0].shape[0] > size else None
 
 
 def samples_of(batch: tuple[object, object], part: slice) -> tuple[object, object] | None:
-    """Some samples of inputs and targets; None where they have no batch dimension in common, or fewer samples."""
+    """Some samples of inputs and targets; None where they have no batch dimension in common, or fewer."""
     tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
     lengths = {t.shape[0] if t.dim() else 0 for t in tensors}
     if len(lengths) != 1 or next(iter(lengths)) < part.stop:

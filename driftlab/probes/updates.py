@@ -1,8 +1,9 @@
-"""Does the candidate's optimizer do to its tensors what the reference's does to its own, given the same gradients?
+"""Do both optimizers do the same to their networks' tensors, given the same gradients?
 
 The network takes no part: both get the same random gradients, step after step, from weights that are nowhere
-zero. Update rules act on one entry at a time (SGD, Adam, AdamW), so a folded update must agree but for rounding.
-One that looks at whole tensors (a norm, as in LARS) does something else once a rewrite has cut a tensor.
+zero. Update rules act on one entry at a time (SGD, Adam, AdamW), so a folded update must agree but for
+rounding. One that looks at whole tensors (a norm, as in LARS) does something else once a rewrite has cut a
+tensor.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def wrong_update(subject: Subject, steps: int, in_shadow: bool = False) -> Updat
 
 
 def _leave_zero(mine: nn.Module, theirs: nn.Module, fold: Fold, generator: torch.Generator) -> None:
-    """Weights of their own size but nowhere zero, so that weight decay shows; as they are where it cannot be."""
+    """Weights of their own size but nowhere zero, so that weight decay shows; or as they are."""
 
     def values(name: str, tensor: Tensor) -> Tensor:
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)

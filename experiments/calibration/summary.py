@@ -22,17 +22,21 @@ def as_markdown(outcomes: Sequence[Outcome], command: str) -> str:
     parts = [
         "# How often the diagnosis is right",
         "Every case is a pair of networks whose relation is known, diagnosed as a user would "
-        "(`driftlab.diagnose`, 20 updates, one thread). *Held-out* cases were written after the rules, by others, and "
-        "judged by them once before anything was changed on their account; what was changed then is said below the table.",
+        "(`driftlab.diagnose`, 20 updates, one thread). *Held-out* cases were written after the rules, by "
+        "others, and "
+        "judged by them once before anything was changed on their account; what was changed then is said "
+        "below the table.",
         _rates(outcomes),
         "## Confusion matrix",
-        "Rows: the true label. Columns: the verdict. A case with several right verdicts counts as its label where one "
+        "Rows: the true label. Columns: the verdict. A case with several right verdicts counts as its "
+        "label where one "
         "of them came out.",
         _matrix(outcomes),
         "## Wrong",
         _wrong(outcomes),
         "## How it was made",
-        f"`{command}`; {_seconds(outcomes)}; torch {torch.__version__}, Python {platform.python_version()}, CPU, one "
+        f"`{command}`; {_seconds(outcomes)}; torch {torch.__version__}, Python "
+        f"{platform.python_version()}, CPU, one "
         "thread a case. All cases one by one: [cases.csv](cases.csv).",
     ]
     return "\n\n".join(parts) + "\n"

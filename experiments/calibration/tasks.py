@@ -128,7 +128,7 @@ class Transformer(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """[N, T, 6] -> [N, 4]: an LSTM, then a GRU cell stepped by hand, then a linear layer on the last state."""
+    """[N, T, 6] -> [N, 4]: an LSTM, a GRU cell stepped by hand, a linear layer on its last state."""
 
     def __init__(self):
         super().__init__()

@@ -6,7 +6,7 @@ from torch import nn
 
 
 def replace(model: nn.Module, name: str, module: nn.Module) -> nn.Module:
-    """``model`` with ``module`` where its submodule ``name`` was, in place; the whole network where it is ""."""
+    """``model`` with ``module`` in place of its submodule ``name``; "" is the whole network."""
     if not name:
         return module
     parent, _, child = name.rpartition(".")
