@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from driftlab.assertion import assert_equivalent
-    from driftlab.diagnosis import DiagnoseError, Diagnosis, diagnose
+    from driftlab.diagnosis import Diagnosis, diagnose
+    from driftlab.pair import DiagnoseError
     from driftlab.verdict import Evidence, Place, Verdict
 
 __all__ = ["DiagnoseError", "Diagnosis", "Evidence", "Place", "Verdict", "assert_equivalent", "diagnose"]
@@ -18,7 +19,7 @@ _HOMES = {
     "assert_equivalent": "driftlab.assertion",
     "diagnose": "driftlab.diagnosis",
     "Diagnosis": "driftlab.diagnosis",
-    "DiagnoseError": "driftlab.diagnosis",
+    "DiagnoseError": "driftlab.pair",
     "Evidence": "driftlab.verdict",
     "Place": "driftlab.verdict",
     "Verdict": "driftlab.verdict",

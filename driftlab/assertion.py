@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.calling import calling
-from driftlab.diagnosis import Rewrite, sgd, the_pair
+from driftlab.diagnosis import sgd
 from driftlab.examination import Examination
 from driftlab.findings.determinism import ask_determinism
 from driftlab.findings.function import ask_function
 from driftlab.findings.precision import ask_precision
 from driftlab.findings.rewritten import ask_rewritten_modules
 from driftlab.findings.start import ask_same_start
+from driftlab.pair import Rewrite, the_pair
 from driftlab.probes.arithmetic import floating_leaves
 from driftlab.subject import Subject
 from driftlab.verdict import Finding, Verdict

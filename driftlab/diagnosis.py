@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
@@ -15,9 +14,9 @@ from torch.optim import Optimizer
 from driftlab.calling import calling
 from driftlab.examination import Examination, examined
 from driftlab.findings.late import ask_excess, ask_last, ask_repeat, ask_since, ask_written_otherwise
-from driftlab.fold import Fold, FoldError, find_fold
 from driftlab.late import Snapshots
 from driftlab.lockstep import cast
+from driftlab.pair import DiagnoseError, Rewrite, the_pair
 from driftlab.pairs import window_pair
 from driftlab.probes.arithmetic import CannotRunError
 from driftlab.records import SeedRecord
@@ -25,12 +24,6 @@ from driftlab.rules import judge
 from driftlab.subject import Subject
 from driftlab.verdict import Evidence, Finding, Judgement, Place, Verdict
 from driftlab.window import Batches, Window
-
-Rewrite = Callable[[nn.Module], nn.Module]
-
-
-class DiagnoseError(ValueError):
-    """What was asked cannot be diagnosed; the message is one line: what, where, what to write instead."""
 
 
 @dataclass(frozen=True)
@@ -176,43 +169,6 @@ def _subject(reference, candidate, batches, loss, optimizer, candidate_optimizer
     return subject, kept
 
 
-def the_pair(
-    reference: nn.Module, candidate: nn.Module | Rewrite, fold: Callable | None
-) -> tuple[nn.Module, nn.Module, Fold]:
-    """Copies of both in float32, and the fold between them. Raises DiagnoseError where there are not two."""
-    if not isinstance(reference, nn.Module):
-        raise DiagnoseError(f"reference is a {type(reference).__name__}: give a torch.nn.Module")
-    reference = copy.deepcopy(reference)
-    candidate, rewrite = _candidate(reference, candidate)
-    kept = next((p.dtype for p in reference.parameters() if p.is_floating_point()), torch.float32)
-    if kept != torch.float32:  # both dtypes are looked at anyway, from the same weights
-        reference, candidate = reference.float(), candidate.float()
-    if fold is not None:
-        candidate.fold = fold
-    try:
-        return reference, candidate, find_fold(reference, candidate, rewrite)
-    except FoldError as error:
-        raise DiagnoseError(str(error)) from None
-
-
-def _candidate(reference: nn.Module, candidate: nn.Module | Rewrite) -> tuple[nn.Module, Rewrite | None]:
-    if isinstance(candidate, nn.Module):
-        return copy.deepcopy(candidate), None
-    if not callable(candidate):
-        raise DiagnoseError(
-            f"candidate is a {type(candidate).__name__}: give a torch.nn.Module, or a function model -> model"
-        )
-    try:
-        made = candidate(copy.deepcopy(reference))
-    except Exception as error:
-        raise DiagnoseError(f"candidate(model) raised {type(error).__name__}: {_one_line(error)}") from error
-    if not isinstance(made, nn.Module):
-        raise DiagnoseError(
-            f"candidate(model) returned a {type(made).__name__}: it must return a torch.nn.Module"
-        )
-    return made, candidate
-
-
 def _batches(batches: Iterable, steps: int) -> list:
     kept = list(islice(iter(batches), steps + 1))
     if not kept:
@@ -226,7 +182,3 @@ def _batches(batches: Iterable, steps: int) -> list:
             )
             raise DiagnoseError(f"batches holds a {kind}: give pairs (inputs, targets)")
     return [tuple(cast(part, torch.float32) for part in batch) for batch in kept]
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -11,8 +11,9 @@ from driftlab.examination import Examination
 from driftlab.findings.determinism import wavers
 from driftlab.findings.streams import drawn_otherwise
 from driftlab.probes.arithmetic import CannotRunError, run
-from driftlab.probes.comparison import Comparison, Difference
+from driftlab.probes.comparison import Comparison
 from driftlab.probes.constants import rounded_constants
+from driftlab.probes.difference import Difference
 from driftlab.probes.locating import first_wrong, slightly_wrong
 from driftlab.probes.sizes import fewer_samples
 from driftlab.verdict import Evidence, Place, Verdict

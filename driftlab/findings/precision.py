@@ -9,7 +9,8 @@ from driftlab.evidence import HALFWAY_BITS
 from driftlab.examination import Examination
 from driftlab.findings.streams import drawn_otherwise
 from driftlab.probes.arithmetic import CannotRunError, Recorded
-from driftlab.probes.comparison import Difference, compare
+from driftlab.probes.comparison import compare
+from driftlab.probes.difference import Difference
 from driftlab.probes.locating import without_ties
 from driftlab.probes.sizes import centred, samples, samples_of
 from driftlab.verdict import Evidence, Place, Verdict

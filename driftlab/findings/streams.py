@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from driftlab.examination import Examination
-from driftlab.probes.comparison import Difference
+from driftlab.probes.difference import Difference
 from driftlab.probes.locating import Local
 from driftlab.probes.randomness import SIGMAS, is_random, same_distribution
 from driftlab.verdict import Evidence, Place, Verdict

@@ -1,8 +1,8 @@
 """The a-priori rounding bound of a sum of products (linear, convolution), for the data at hand.
 
 |fl(y) - y| <= gamma_K (|W| * |x|) with gamma_K = K u / (1 - K u) for a sum of K products in any order
-(Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 3.1). One more pass over absolute values
-gives |W| * |x|, one over ones gives K; their backward passes give the same for both gradients.
+(Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 3.1). One more pass over absolute
+values gives |W| * |x|, one over ones gives K; their backward passes give the same for both gradients.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from driftlab.probes.arithmetic import CannotRunError, Passes, Recorded, run
-from driftlab.probes.comparison import Difference, distance
+from driftlab.probes.difference import Difference, distance
 from driftlab.subject import Subject
 
 # A difference of float32's own unit round-off and not much more; anything larger is no stored rounding.

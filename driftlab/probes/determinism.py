@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from driftlab.lockstep import seed_random_layers
 from driftlab.probes.arithmetic import Passes, Recorded, floating_leaves, run
-from driftlab.probes.comparison import PASSES, distance, same_values
+from driftlab.probes.difference import PASSES, distance, same_values
 
 # A fault that strikes in one run of eight slips through four repetitions in three cases of five; the window's
 # second run, twenty steps and more, is what catches the rare ones.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.probes.arithmetic import CannotRunError, Passes, Recorded, run
-from driftlab.probes.comparison import same_values
+from driftlab.probes.difference import same_values
 from driftlab.probes.sizes import with_gradients
 from driftlab.unfold import put_weights
 

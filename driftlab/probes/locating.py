@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from driftlab.modules import is_rewritten
 from driftlab.probes.arithmetic import CannotRunError, Recorded
-from driftlab.probes.comparison import Comparison, Difference, compare
+from driftlab.probes.comparison import Comparison, compare
+from driftlab.probes.difference import Difference
 from driftlab.probes.sizes import batch_of
 
 # A module whose borders a rewrite moved (conv and norm fused into one, an Identity in the other's place)

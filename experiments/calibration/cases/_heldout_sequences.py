@@ -56,7 +56,7 @@ class PackedLSTM(nn.Module):
 
 
 class Tagger(nn.Module):
-    """Tokens [N, T], 0 for padding -> tag scores [N, 6, T]: bidirectional layers that run over the padding."""
+    """Tokens [N, T], 0 for padding -> tag scores [N, 6, T]; padding is read as well."""
 
     def __init__(self):
         super().__init__()

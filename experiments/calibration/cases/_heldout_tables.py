@@ -73,7 +73,7 @@ class Coupling(nn.Module):
 
     def __init__(self, width: int):
         super().__init__()
-        self.mix = nn.Parameter(torch.linalg.qr(torch.randn(width, width))[0])
+        self.mix = nn.Parameter(torch.linalg.qr(torch.randn(width, width))[0].contiguous())
         self.net = nn.Sequential(nn.Linear(width // 2, 16), nn.Tanh(), nn.Linear(16, width))
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -179,6 +179,6 @@ def _image() -> tuple[Tensor, Tensor]:
 
 recommender = _task("recommender", Recommender, _baskets, _clicks_loss)
 moe = _task("moe", MoE, lambda: (torch.randn(24, 10), _classes(24, 5)))
-flow = _task("flow", Flow, lambda: (torch.randn(16, 6).exp() - 1, torch.zeros(16)), _likelihood)
+flow = _task("flow", Flow, lambda: (torch.randn(16, 6).cumsum(1) / 2, torch.zeros(16)), _likelihood)
 regression = _task("regression", Regression, _measured, _gaussian)
 codebook = _task("codebook", Codebook, _image, _coded)
