@@ -114,11 +114,12 @@ def diagnosed(subject: Subject, batches: Batches, steps: int) -> SeedRecord:
             for f in found.findings
         ]
         return SeedRecord(subject.seed, [], [], {"arms": {}, "probes": _stored(since)})
-    window = Window(subject, batches, steps, float64=found.float64)
-    record = window.run()
-    findings = [*found.findings, ask_repeat(subject, batches, record, steps)]
+    record = Window(subject, batches, steps, float64=found.float64).run()
+    second = Window(subject, batches, steps, dtypes=("float32",), controls=())
+    snapshots = Snapshots(subject, second)
+    findings = [*found.findings, ask_repeat(subject, batches, record, second.record())]
     if findings[-1].evidence.supports is None:
-        findings += _later(subject, batches, steps, record, found.supports(Verdict.REDUCED_PRECISION))
+        findings += _later(snapshots, record, steps, found.supports(Verdict.REDUCED_PRECISION))
     return SeedRecord(
         subject.seed, record.curves, record.evaluations, record.run | {"probes": _stored(findings)}
     )
@@ -129,13 +130,12 @@ def _examined(subject: Subject, batches: Batches) -> Examination:
     return examined(subject, batches[0])
 
 
-def _later(subject: Subject, batches: Batches, steps: int, record: SeedRecord, narrow: bool) -> list[Finding]:
+def _later(snapshots: Snapshots, record: SeedRecord, steps: int, narrow: bool) -> list[Finding]:
     pair, excess = window_pair([record], "candidate")
     if pair.probe == "float32_pair" and narrow:
         excess = None
-    if subject.written_otherwise:  # there is no putting both on the same weights
-        return ask_written_otherwise(subject, excess) if excess and excess.step else []
-    snapshots = Snapshots(subject, Window(subject, batches, steps, dtypes=("float32",), controls=()))
+    if snapshots.subject.written_otherwise:  # there is no putting both on the same weights
+        return ask_written_otherwise(snapshots.subject, excess) if excess and excess.step else []
     found = ask_excess(snapshots, excess) if excess else []
     wrong = any(f.evidence.supports in (Verdict.BUG, Verdict.NONDETERMINISTIC) for f in found)
     return found if wrong else found + ask_last(snapshots, steps)

@@ -42,7 +42,7 @@ class Snapshots:
         self._kept: dict[int, tuple[nn.Module, nn.Module]] = {}
         for step in run.walk():
             pair = (run.arm(f"{role}.float32").module for role in ("reference", "candidate"))
-            self._kept[step] = tuple(copy.deepcopy(m) for m in pair)
+            self._kept[step] = tuple(_copied(m) for m in pair)
 
     def at(self, step: int) -> Examination:
         """Both on the weights that the candidate has before ``step``, fed that step's batch."""
@@ -69,15 +69,19 @@ class Snapshots:
         return high
 
 
+def _copied(module: nn.Module) -> nn.Module:
+    twin = copy.deepcopy(module)
+    twin.zero_grad(set_to_none=True)
+    return twin
+
+
 def is_wrong(found: Examination) -> bool:
     return bool(found.network.wrong())
 
 
 def in_step(subject: Subject, reference: nn.Module, candidate: nn.Module) -> Subject:
     """The pair with the reference on the candidate's weights and buffers, where the fold gives them."""
-    reference, candidate = copy.deepcopy(reference), copy.deepcopy(candidate)
-    for module in (reference, candidate):
-        module.zero_grad(set_to_none=True)
+    reference, candidate = _copied(reference), _copied(candidate)
     given = subject.fold(floating_tensors(candidate))
     with torch.no_grad():
         for name, tensor in floating_tensors(reference).items():

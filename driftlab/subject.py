@@ -48,6 +48,13 @@ class Subject:
         """The fold, less the parameters that the candidate writes otherwise: they never were equal."""
         return {n: t for n, t in self.fold(tensors).items() if n not in self.written_otherwise}
 
+    def reference_name(self, candidate_name: str | None) -> str | None:
+        """The reference's module that a module of the candidate is, or lies in."""
+        theirs = {other: name for name, other in self.pairs.items()}
+        while candidate_name and candidate_name not in theirs:
+            candidate_name = candidate_name.rpartition(".")[0]
+        return theirs[candidate_name] if candidate_name is not None else None
+
     def on(self, batch: tuple[object, object]) -> Recorded:
         """The whole network on one batch."""
         return whole_network(self.call, self.loss, *batch)

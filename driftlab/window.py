@@ -1,9 +1,8 @@
 """The lockstep window: the first steps of training, in both dtypes, beside an ensemble of controls.
 
-Nine time steps of an ensemble of tiny perturbations are how climate science accepts a port of its codes
-(Milroy, Baker, Hammerling, Jessup, "Nine time steps: ultra-fast statistical consistency testing of the
-Community Earth System Model", GMD 2018). The controls here are the reference with one weight moved by one
-ulp, with every weight so moved, and with every weight so moved again after each update, since a rewrite
+Nine time steps of an ensemble of tiny perturbations are how climate science accepts a port of its codes (Milroy,
+Baker, Hammerling, Jessup, "Nine time steps", GMD 2018). The controls here are the reference with one weight moved
+by one ulp, with every weight so moved, and with every weight so moved again after each update, since a rewrite
 rounds otherwise at every step.
 """
 
@@ -22,6 +21,8 @@ from driftlab.lockstep import Lockstep, cast, evaluation_mode, seed_random_layer
 from driftlab.records import Row, SeedRecord
 from driftlab.subject import Subject
 
+# Those that move every weight go as far as this; what they showed stands for the rest, beside the first control.
+ENSEMBLE_STEPS = 9
 # How often in the window eval mode is looked at, besides before the first step and after the last.
 EVALUATE_EVERY = 5
 Batches = Sequence[tuple[object, object]]
@@ -119,6 +120,7 @@ class Window:
 
     def _control(self, name: str, dtype: str, every: bool, again: bool) -> Arm:
         arm = self._arm(name, dtype, self.subject.reference)
+        arm.horizon = min(self.steps, ENSEMBLE_STEPS) if every else self.steps
         generator = torch.Generator().manual_seed(self.subject.seed)
         if every:
             nudge_all(arm.module, generator)

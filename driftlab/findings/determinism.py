@@ -33,7 +33,8 @@ def is_compiled(network: nn.Module) -> bool:
 
 
 def _add(found: Examination, role: str, wobble: Wobble) -> None:
-    place = Place(wobble.module, wobble.pass_, 0)
+    known = found.subject.reference_name(wobble.module) if role == "candidate" else wobble.module
+    place = Place(known, wobble.pass_, 0)
     reading = (
         f"the {role} does not: {place} moves by {wobble.floor:.2g} (relative) from run to run, "
         "so that no difference between the two means anything"
@@ -48,7 +49,7 @@ def wavers(found: Examination, module: str | None) -> bool:
     if wobble is None and module and found.local.calls.get(module):
         call: Recorded = found.local.calls[module][0]
         wobble = repeats(found.local.pair(module)[1], call, subject.seed, AGAIN_MODULE)
-        wobble = wobble and Wobble(wobble.pass_, module, wobble.floor)
+        wobble = wobble and Wobble(wobble.pass_, subject.pairs[module], wobble.floor)
     if wobble is None:
         return False
     found.findings = [f for f in found.findings if f.evidence.probe != "determinism"]

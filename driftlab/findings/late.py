@@ -22,12 +22,12 @@ RARE = 32  # repetitions in search of what struck once
 LAST = "At the end of the window, on the same weights, do both still compute the same function, as precisely?"
 
 
-def ask_repeat(subject: Subject, batches: Batches, record: SeedRecord, steps: int) -> Finding:
-    """The float32 pair once more: what strikes rarely has as many chances again."""
-    second = Window(subject, batches, steps, dtypes=("float32",), controls=()).run()
+def ask_repeat(subject: Subject, batches: Batches, record: SeedRecord, second: SeedRecord) -> Finding:
+    """The float32 pair twice over: what strikes rarely has as many chances again."""
     step = same_rows(record, second)
     if step is None:
-        return Finding(Evidence("repeat", REPEAT, 0.0, 0.0, None, f"it does, {steps} updates"))
+        updates = len(second.curves) - 1
+        return Finding(Evidence("repeat", REPEAT, 0.0, 0.0, None, f"it does, {updates} updates"))
     place = _wavering(subject, batches, step)
     reading = f"it does not, from step {step} on ({place}): no difference between the two means anything"
     return Finding(Evidence("repeat", REPEAT, None, 0.0, Verdict.NONDETERMINISTIC, reading), place)
@@ -38,7 +38,8 @@ def _wavering(subject: Subject, batches: Batches, step: int) -> Place:
     whole = subject.on(batches[step % len(batches)])
     for network in (subject.candidate, subject.reference):
         if wobble := repeats(network, whole, subject.seed, RARE):
-            return Place(wobble.module, wobble.pass_, step)
+            name = subject.reference_name(wobble.module) if network is subject.candidate else wobble.module
+            return Place(name, wobble.pass_, step)
     return Place(None, "forward", step)
 
 

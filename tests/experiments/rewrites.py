@@ -1,5 +1,6 @@
 """Somebody's own rewrites, right and wrong, for ``rewrite.target``."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -104,3 +105,47 @@ def reinitialised(model):
     torch.manual_seed(99)
     model.fc.reset_parameters()
     return model
+
+
+class Changed(nn.Module):
+    """A module whose inputs go through ``change`` first."""
+
+    def __init__(self, inner, change):
+        super().__init__()
+        self.inner, self.change = inner, change
+
+    def forward(self, x):
+        return self.inner(self.change(x))
+
+
+def _changed(model, change):
+    """The first conv of the second stage, with other inputs."""
+    block = model.layer2[0]
+    block.conv1 = Changed(block.conv1, change)
+    return model
+
+
+def in_bfloat16(model):
+    return _changed(model, lambda x: x.bfloat16().to(x.dtype))
+
+
+def wrong_in_float32_alone(model):
+    return _changed(model, lambda x: x * 1.00001 if x.dtype == torch.float32 else x)
+
+
+def always_in_float32(model):
+    return _changed(model, lambda x: (x.float() * 1.5 / 1.5).to(x.dtype))
+
+
+def without_float64(model):
+    def refuse(x):
+        if x.dtype == torch.float64:
+            raise TypeError("no kernel for float64")
+        return x
+
+    return _changed(model, refuse)
+
+
+def noisy(model):
+    generator = np.random.default_rng()
+    return _changed(model, lambda x: x * (1 + 1e-7 * generator.standard_normal()))

@@ -41,7 +41,12 @@ def test_the_edge_shows_that_training_is_unstable(judged):
         ("conv_by_matrix", "round_off", None),
         ("frozen_momentum", "bug", {"module": "bn1", "pass": "buffer", "step": 0}),
         ("other_epsilon", "bug", {"module": "bn1", "pass": "forward", "step": 0}),
-        ("late", "bug", {"module": None, "pass": "forward", "step": 4}),
+        ("late", "bug", {"module": "fc", "pass": "forward", "step": 4}),
+        ("in_bfloat16", "reduced_precision", {"module": "layer2.0.conv1", "pass": "forward", "step": 0}),
+        ("wrong_in_float32_alone", "bug", {"module": "layer2.0.conv1", "pass": "forward", "step": 0}),
+        ("always_in_float32", "round_off", None),
+        ("without_float64", "bit_identical", None),
+        ("noisy", "nondeterministic", {"module": "layer2.0.conv1", "pass": "forward", "step": 0}),
         ("reinitialised", "bug", {"module": "fc", "pass": "forward", "step": 0}),
     ],
 )

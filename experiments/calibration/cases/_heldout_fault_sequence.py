@@ -1,11 +1,10 @@
-"""Networks on sequences and tables for the held-out faults: taggers, encoders and decoders, experts, others."""
+"""Networks on sequences and tables for the held-out faults: a tagger, a translator, experts and others."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -32,7 +31,7 @@ class Tagger(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention of ``x`` on ``memory``; ``mask`` [N or 1, 1, T or 1, S] is true where it may look."""
+    """Multi-head attention of ``x`` on ``memory``; ``mask`` [N, 1, T, S] is true where it may look."""
 
     def __init__(self, width: int, heads: int, p: float = 0.0):
         super().__init__()
@@ -95,12 +94,15 @@ class Translator(nn.Module):
         self.head = nn.Linear(width, 31, bias=False)
         self.head.weight = self.embed.weight
 
+    def place(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens) + self.position[: tokens.shape[1]]
+
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        m = self.embed(source) + self.position[: source.shape[1]]
+        m = self.place(source)
         m = self.add1(m, self.encoder(m, m))
         m = self.add2(m, self.mlp(m))
         steps = target.shape[1]
-        x = self.embed(target) + self.position[:steps]
+        x = self.place(target)
         causal = torch.ones(1, 1, steps, steps, dtype=torch.bool, device=x.device).tril()
         for layer in self.decoder:
             x = layer(x, m, causal)
@@ -143,7 +145,9 @@ class Siamese(nn.Module):
     def __init__(self, p: float = 0.0):
         super().__init__()
         parts = OrderedDict(conv=nn.Conv1d(2, 8, 3, padding=1), norm=nn.BatchNorm1d(8), act=nn.Tanh())
-        self.encoder = nn.Sequential(parts | dict(flat=nn.Flatten(), drop=nn.Dropout(p), fc=nn.Linear(72, 10)))
+        self.encoder = nn.Sequential(
+            parts | {"flat": nn.Flatten(), "drop": nn.Dropout(p), "fc": nn.Linear(72, 10)}
+        )
         self.head = nn.Linear(10, 2)
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:

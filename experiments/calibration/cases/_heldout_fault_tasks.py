@@ -59,7 +59,10 @@ def _masked() -> tuple[dict[str, Tensor], Tensor]:
 
 def _signals() -> tuple[tuple[Tensor, Tensor], Tensor]:
     left, same = torch.randn(13, 2, 9), _classes(13, 2)
-    return (left, torch.where(same[:, None, None] > 0, left + 0.3 * torch.randn(13, 2, 9), torch.randn(13, 2, 9))), same
+    return (
+        left,
+        torch.where(same[:, None, None] > 0, left + 0.3 * torch.randn(13, 2, 9), torch.randn(13, 2, 9)),
+    ), same
 
 
 def _ratings() -> tuple[dict[str, Tensor], Tensor]:

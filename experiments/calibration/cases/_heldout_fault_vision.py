@@ -1,4 +1,4 @@
-"""Networks on images for the held-out faults: a gained pre-activation ResNet, squeeze-excitation, a U-Net, others."""
+"""Networks on images for the held-out faults: pre-activation, squeeze-excitation, a U-Net and others."""
 
 from __future__ import annotations
 
@@ -178,6 +178,7 @@ class Frozen(nn.Module):
         super().__init__()
         self.backbone = Backbone().requires_grad_(False)
         self.fc1, self.act, self.fc2 = nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 4)
+        self.train()
 
     def train(self, mode: bool = True) -> Frozen:
         super().train(mode)

@@ -1,0 +1,149 @@
+"""Wrong initial weights in networks rewritten rightly, and faults beside another peculiarity."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from experiments.calibration.case import case
+from experiments.calibration.cases._heldout_fault_parts import Backward, low, recast
+from experiments.calibration.cases._heldout_fault_tasks import (
+    frozen,
+    masked,
+    mixture,
+    recommender,
+    tagger,
+    unet,
+    vgg,
+)
+from experiments.calibration.cases._heldout_rewritten_sequence import (
+    PackedEncoder,
+    StackedMixture,
+    by_hand,
+    stacked,
+)
+
+
+@case("bug", "bias of another expert", mixture, module="mixture.experts.2.down", passes="forward")
+def bias_of_another_expert(model):
+    """Experts stacked and permuted; the third's last bias is a copy of the second's."""
+    with torch.no_grad():
+        model.mixture.experts[2].down.bias.copy_(model.mixture.experts[1].down.bias)
+    return stacked(model)
+
+
+@case("bug", "one row off", masked, module="layers.1.mlp.up", passes="forward")
+def one_row_a_bfloat16_step_too_large(model):
+    """One row of a weight was multiplied by 1 + 2^-8 when it was carried over; nothing is rounded."""
+    with torch.no_grad():
+        model.layers[1].mlp.up.weight[3] *= 1 + 2**-8
+    return PackedEncoder(model)
+
+
+@case("bug", "two layers scaled", vgg, module=("conv1", "conv2"), passes=("forward", "update"))
+def scale_moved_from_one_conv_to_the_next(model):
+    """One conv is doubled and the next halved, which ReLU lets through: the same loss, another descent."""
+    with torch.no_grad():
+        model.conv1.weight *= 2
+        model.conv1.bias *= 2
+        model.conv2.weight /= 2
+    return model
+
+
+@case("bug", "weights of the other direction", tagger, module="lstm", passes="forward")
+def recurrent_weights_of_one_direction_for_both(model):
+    """Both directions start from the recurrent weights of the first."""
+    model = by_hand(model)
+    model.lstm.states[1].load_state_dict(model.lstm.states[0].state_dict())
+    return model
+
+
+@case("bug", "two rows exchanged", recommender, module="item", passes="forward")
+def two_items_exchanged(model):
+    """The rows of two items were exchanged when the table was sorted anew; few batches hold either."""
+    with torch.no_grad():
+        model.item.weight[[17, 60]] = model.item.weight[[60, 17]]
+    return model
+
+
+@case("bug", "running statistics through half", frozen, module="backbone.norm2", passes=("forward", "eval"))
+def running_variance_through_float16(model):
+    """A frozen norm's running variance was stored in float16 once; the float32 buffer has the rounded one."""
+    norm = model.backbone.norm2
+    norm.running_var.copy_(low(norm.running_var, torch.float16))
+    return model
+
+
+@case("bug", "low logits and a wrong layer", masked, module="layers.0.norm1", passes="forward")
+def wrong_eps_below_bfloat16_logits(model):
+    """The logits are in bfloat16 by intention; besides, an early norm's eps is 1e-3 for 1e-5."""
+
+    class Head(nn.Linear):
+        def forward(self, x):
+            return F.linear(x.bfloat16(), self.weight.bfloat16()).to(x.dtype) + self.bias
+
+    model.layers[0].norm1.eps = 1e-3
+    return recast(model, "fc", Head)
+
+
+@case(
+    "bug",
+    "exploding run",
+    unet,
+    module="enc2.norm",
+    passes="buffer",
+    optimizer=lambda params: torch.optim.SGD(params, lr=30.0, momentum=0.9),
+)
+def running_momentum_in_an_exploding_run(model):
+    """The training explodes by itself; besides, one norm's running statistics move by 0.11 for 0.1."""
+    model.enc2.norm.momentum = 0.11
+    return model
+
+
+@case("bug", "gradient accumulated over unequal parts", vgg, module="fc1", passes="weight gradient")
+def mean_of_means_of_an_odd_batch(model):
+    """The weight gradient is accumulated over two parts of the batch as if they were of one size."""
+
+    class Linear(nn.Linear):
+        def forward(self, x):
+            return torch.cat([self.part(part, len(x) / 2) for part in x.tensor_split(2)])
+
+        def part(self, x, size):
+            weight = Backward.apply(self.weight, lambda g: g * (size / len(x)))
+            return F.linear(x, weight, self.bias)
+
+    return recast(model, "fc1", Linear)
+
+
+@case("bug", "gate weights", mixture, module="mixture", passes="forward")
+def weights_of_all_experts(model):
+    """Experts stacked; the weights are the two best of a softmax over all four, not one over the two."""
+
+    class Layer(StackedMixture):
+        def weights(self, x):
+            shares = self.switch(x).softmax(-1)
+            best, chosen = shares.topk(2, -1)
+            return torch.zeros_like(shares).scatter(1, chosen, best)
+
+    return stacked(model, Layer)
+
+
+@case(
+    "bug",
+    "second choice detached",
+    mixture,
+    module="mixture",
+    passes=("input gradient", "weight gradient"),
+)
+def second_choice_detached(model):
+    """Experts stacked; the weight of the second-best one sends no gradient to the router."""
+
+    class Layer(StackedMixture):
+        def weights(self, x):
+            best, chosen = self.switch(x).topk(2, -1)
+            shares = best.softmax(-1)
+            shares = torch.cat([shares[:, :1], shares[:, 1:].detach()], 1)
+            return torch.zeros_like(x[:, : len(self.up_w)]).scatter(1, chosen, shares)
+
+    return stacked(model, Layer)

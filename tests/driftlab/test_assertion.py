@@ -1,0 +1,119 @@
+"""``assert_equivalent`` in somebody's unit tests."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from driftlab import assert_equivalent
+
+torch.set_num_threads(1)
+
+
+class Halves(nn.Module):
+    def __init__(self, conv, spoil=lambda x: x):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(4, 3, 3, padding=1), nn.Conv2d(4, 5, 3, padding=1)
+        for part, rows in ((self.first, slice(0, 3)), (self.second, slice(3, 8))):
+            part.weight.data.copy_(conv.weight.data[rows])
+            part.bias.data.copy_(conv.bias.data[rows])
+        self.spoil = spoil
+
+    def forward(self, x):
+        return torch.cat([self.first(x), self.second(self.spoil(x))], 1)
+
+
+def conv():
+    torch.manual_seed(0)
+    return nn.Conv2d(4, 8, 3, padding=1)
+
+
+def image():
+    torch.manual_seed(1)
+    return torch.randn(3, 4, 9, 8)
+
+
+LAYERS = {
+    "conv": (conv, image),
+    "linear": (lambda: nn.Linear(7, 5), lambda: torch.randn(4, 7)),
+    "batch_norm": (lambda: nn.BatchNorm2d(4), image),
+    "layer_norm": (lambda: nn.LayerNorm(7), lambda: torch.randn(2, 3, 7)),
+    "lstm": (lambda: nn.LSTM(5, 6, batch_first=True), lambda: torch.randn(2, 4, 5)),
+    "embedding": (lambda: nn.Embedding(11, 4), lambda: torch.randint(11, (3, 5))),
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        lambda: torch.randn(2, 4, 8),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_equivalent_to_its_copy(name):
+    make, inputs = LAYERS[name]
+    layer = make()
+    assert_equivalent(layer, copy.deepcopy(layer), inputs())
+
+
+def test_a_right_split_passes():
+    assert_equivalent(conv(), Halves(conv()), image())
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda x: x.detach(), ["not the same function", "input gradient"]),
+        (lambda x: x * (1 + 1e-7), ["not the same function", "forward"]),
+        (lambda x: x.half().to(x.dtype), ["fewer bits", "forward"]),
+        (lambda x: x.half().to(x.dtype) if x.requires_grad else x, ["fewer bits"]),
+        (
+            lambda x: (
+                x * (1 + 1e-7 * torch.rand(1, generator=torch.Generator().manual_seed(id(object()) % 997)))
+            ),
+            ["!"],
+        ),
+    ],
+)
+def test_a_wrong_split_fails_and_says_what_where_and_by_how_much(spoil, words):
+    with pytest.raises(AssertionError) as error:
+        assert_equivalent(conv(), Halves(conv(), spoil), image())
+    assert all(word in str(error.value) for word in words)
+    assert "Measured: " in str(error.value) or "determinism" in str(error.value)
+
+
+def test_the_size_at_which_it_is_wrong_need_not_be_the_one_that_was_given():
+    class EvenOnly(nn.Module):
+        def __init__(self, pool):
+            super().__init__()
+            self.pool = pool
+
+        def forward(self, x):
+            return self.pool(x.flip(2, 3)).flip(2, 3)
+
+    with pytest.raises(AssertionError, match=r"odd sizes|samples|not equal"):
+        assert_equivalent(
+            nn.Sequential(nn.MaxPool2d(2)), nn.Sequential(EvenOnly(nn.MaxPool2d(2))), torch.randn(2, 3, 8, 8)
+        )
+
+
+def test_eval_mode_counts():
+    class Forgetful(nn.BatchNorm2d):
+        def forward(self, x):
+            return (
+                F.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+                if not self.training
+                else super().forward(x)
+            )
+
+    with pytest.raises(AssertionError, match="eval"):
+        assert_equivalent(nn.BatchNorm2d(4), Forgetful(4), image())
+
+
+def test_inputs_and_modules_are_left_as_they_were():
+    layer, x = conv(), image().requires_grad_()
+    before = x.detach().clone()
+    assert_equivalent(layer, Halves(layer), x)
+    assert x.grad is None
+    assert torch.equal(x, before)
+    assert all(p.grad is None for p in layer.parameters())
