@@ -1,9 +1,9 @@
 """The lockstep window: the first steps of training, in both dtypes, beside an ensemble of controls.
 
-Nine time steps of an ensemble of tiny perturbations are how climate science accepts a port of its codes (Milroy,
-Baker, Hammerling, Jessup, "Nine time steps", GMD 2018). The controls here are the reference with one weight moved
-by one ulp, with every weight so moved, and with every weight so moved again after each update, since a rewrite
-rounds otherwise at every step.
+Nine time steps of an ensemble of tiny perturbations are how climate science accepts a port of its codes
+(Milroy, Baker, Hammerling, Jessup, "Nine time steps", GMD 2018). The controls here are the reference with one
+weight moved by one ulp, with every weight so moved, and with every weight so moved again after each update,
+since a rewrite rounds otherwise at every step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from driftlab.lockstep import Lockstep, cast, evaluation_mode, seed_random_layer
 from driftlab.records import Row, SeedRecord
 from driftlab.subject import Subject
 
-# Those that move every weight go as far as this; what they showed stands for the rest, beside the first control.
+# Those that move every weight go as far as this; what they showed stands for the rest, beside the first.
 ENSEMBLE_STEPS = 9
 # How often in the window eval mode is looked at, besides before the first step and after the last.
 EVALUATE_EVERY = 5

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from experiments.calibration.cases._heldout_fault_sequence import (
-    MaskedEncoder,
-    MixtureNet,
-    Recommender,
-    Siamese,
-    Tagger,
-    Translator,
-)
+from experiments.calibration.cases._heldout_fault_sequence import MaskedEncoder, Siamese, Tagger, Translator
+from experiments.calibration.cases._heldout_fault_tables import MixtureNet, Recommender
 from experiments.calibration.cases._heldout_fault_vision import VGG, Frozen, MobileNet, PreActNet, UNet
 from experiments.calibration.tasks import _task
 
@@ -82,6 +78,6 @@ translator = _task("translator", Translator, _translation, _per_position)
 masked = _task("masked", MaskedEncoder, _masked)
 dropout_masked = _task("dropout_masked", lambda: MaskedEncoder(p=0.1), _masked)
 siamese = _task("siamese", Siamese, _signals)
-dropout_siamese = _task("dropout_siamese", lambda: Siamese(p=0.2), _signals)
+dropout_siamese = _task("dropout_siamese", lambda: Siamese(p=0.2, norm=partial(nn.GroupNorm, 2)), _signals)
 recommender = _task("recommender", Recommender, _ratings, F.mse_loss)
 mixture = _task("mixture", MixtureNet, lambda: (torch.randn(24, 10), _classes(24, 5)))

@@ -7,13 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from experiments.calibration.cases._heldout_fault_parts import linear_of, shuffled
-from experiments.calibration.cases._heldout_fault_sequence import (
-    EncoderLayer,
-    MaskedEncoder,
-    Mixture,
-    MixtureNet,
-    Tagger,
-)
+from experiments.calibration.cases._heldout_fault_sequence import EncoderLayer, MaskedEncoder, Tagger
+from experiments.calibration.cases._heldout_fault_tables import Mixture, MixtureNet
 
 
 class PackedLayer(nn.Module):

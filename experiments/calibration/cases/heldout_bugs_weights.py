@@ -12,9 +12,9 @@ from experiments.calibration.cases._heldout_fault_tasks import (
     frozen,
     masked,
     mixture,
+    mobile,
     recommender,
     tagger,
-    unet,
     vgg,
 )
 from experiments.calibration.cases._heldout_rewritten_sequence import (
@@ -61,13 +61,19 @@ def recurrent_weights_of_one_direction_for_both(model):
 
 @case("bug", "two rows exchanged", recommender, module="item", passes="forward")
 def two_items_exchanged(model):
-    """The rows of two items were exchanged when the table was sorted anew; few batches hold either."""
+    """The rows of two items were exchanged when the table was sorted anew; only two late batches hold one."""
     with torch.no_grad():
-        model.item.weight[[17, 60]] = model.item.weight[[60, 17]]
+        model.item.weight[[39, 66]] = model.item.weight[[66, 39]]
     return model
 
 
-@case("bug", "running statistics through half", frozen, module="backbone.norm2", passes=("forward", "eval"))
+@case(
+    "bug",
+    "running statistics through half",
+    frozen,
+    module="backbone.norm2",
+    passes=("forward", "eval", "buffer"),
+)
 def running_variance_through_float16(model):
     """A frozen norm's running variance was stored in float16 once; the float32 buffer has the rounded one."""
     norm = model.backbone.norm2
@@ -90,14 +96,14 @@ def wrong_eps_below_bfloat16_logits(model):
 @case(
     "bug",
     "exploding run",
-    unet,
-    module="enc2.norm",
+    mobile,
+    module="blocks.2.norm2",
     passes="buffer",
-    optimizer=lambda params: torch.optim.SGD(params, lr=30.0, momentum=0.9),
+    optimizer=lambda params: torch.optim.SGD(params, lr=5.0, momentum=0.9),
 )
 def running_momentum_in_an_exploding_run(model):
     """The training explodes by itself; besides, one norm's running statistics move by 0.11 for 0.1."""
-    model.enc2.norm.momentum = 0.11
+    model.blocks[2].norm2.momentum = 0.11
     return model
 
 

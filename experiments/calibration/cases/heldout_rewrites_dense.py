@@ -141,7 +141,7 @@ def transposed_convs_with_tensorflow_weights(model: nn.Module) -> nn.Module:
     return rewritten(rewritten(model, "up1", _HeightWidthOutIn), "up2", _HeightWidthOutIn)
 
 
-@case(SAME, "batch and space in one axis", on=generator)
+@case(SAME, "BatchNorm in another dimension", on=generator)
 def generator_on_pixels_as_rows(model: nn.Module) -> nn.Module:
     """The first norm sees [pixels, channels], its modules are renamed, the last tanh is in place."""
 

@@ -26,7 +26,7 @@ adam = partial(torch.optim.Adam, lr=1e-2)
 
 
 class _TwoHeads(nn.Module):
-    """A coupling step whose scale and shift come from layers of their own; the determinant from LU factors."""
+    """A coupling step whose scale and shift come from layers of their own; the determinant by LU."""
 
     def __init__(self, step: Coupling):
         super().__init__()

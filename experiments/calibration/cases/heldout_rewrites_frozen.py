@@ -65,7 +65,7 @@ def frozen_norms_folded_at_each_call(model: nn.Module) -> nn.Module:
     return rewritten(model, "backbone", _Folded)
 
 
-@case(SAME, "frozen features as rows", on=transfer)
+@case(SAME, "linear layer past the mean", on=transfer)
 def head_before_the_activation_of_the_mean(model: nn.Module) -> nn.Module:
     """The head's first layer is applied to every pixel and its mean taken after: both are linear."""
 

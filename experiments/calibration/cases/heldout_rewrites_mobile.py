@@ -74,7 +74,7 @@ def batch_norm_over_two_shards(model: nn.Module) -> nn.Module:
     return recast(recast(model, "bn", Sharded), "block1.bn2", Sharded)
 
 
-@case(SAME, "siblings interleaved", on=mobile)
+@case(SAME, "convs by einsum", on=mobile)
 def inverted_residual_by_einsum(model: nn.Module) -> nn.Module:
     """The 1x1 convs by ``einsum``, the depthwise conv on windows from ``unfold``; all in one forward."""
 
@@ -140,7 +140,7 @@ def max_pool_by_gathering(model: nn.Module) -> nn.Module:
     return recast(model, "features.4", Gathered)
 
 
-@case(SAME, "network of per-stage functions", on=vgg)
+@case(SAME, "copies on the way", on=vgg)
 def vgg_in_two_stages_with_copies(model: nn.Module) -> nn.Module:
     """The same layers in two named stages, with copies and layouts changed on the way for no reason."""
 
