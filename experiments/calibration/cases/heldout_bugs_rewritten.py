@@ -135,7 +135,7 @@ def one_head_scaled_otherwise(model):
     class Layer(PackedLayer):
         def scaled(self, scores):
             scores = super().scaled(scores).unflatten(0, (-1, self.heads))
-            third = torch.arange(self.heads) == 2
+            third = torch.arange(self.heads, device=scores.device) == 2
             return torch.where(third[:, None, None], scores * (1 - 1e-6), scores).flatten(0, 1)
 
     return PackedEncoder(model, {0: Layer})

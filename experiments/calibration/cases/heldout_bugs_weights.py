@@ -1,4 +1,4 @@
-"""Wrong initial weights in networks rewritten rightly, and faults beside another peculiarity."""
+"""Wrong initial weights in networks rewritten rightly, faults beside another peculiarity, wrong gates."""
 
 from __future__ import annotations
 
