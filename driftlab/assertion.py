@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from driftlab.calling import calling
 from driftlab.diagnosis import sgd
+from driftlab.distance import named_leaves
 from driftlab.examination import Examination
 from driftlab.findings.determinism import ask_determinism
 from driftlab.findings.function import ask_function
@@ -18,7 +19,6 @@ from driftlab.findings.precision import ask_precision
 from driftlab.findings.rewritten import ask_rewritten_modules
 from driftlab.findings.start import ask_same_start
 from driftlab.pair import Rewrite, the_pair
-from driftlab.probes.arithmetic import floating_leaves
 from driftlab.subject import Subject
 from driftlab.verdict import Finding, Verdict
 
@@ -71,7 +71,7 @@ def _random_sum(seed: int) -> Callable[[object, object], Tensor]:
     def loss(outputs: object, _: object) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         total = None
-        for output in floating_leaves(outputs):
+        for output in named_leaves(outputs).values():
             weights = torch.randn(output.shape, generator=generator).to(output.device)
             part = (output * weights).sum()
             total = part if total is None else total + part

@@ -17,7 +17,7 @@ from driftlab.findings.late import ask_excess, ask_last, ask_repeat, ask_since, 
 from driftlab.late import Snapshots
 from driftlab.lockstep import cast
 from driftlab.pair import DiagnoseError, Rewrite, the_pair
-from driftlab.pairs import window_pair
+from driftlab.pairs import evaluation_excess, window_pair
 from driftlab.probes.arithmetic import CannotRunError
 from driftlab.records import SeedRecord
 from driftlab.rules import judge
@@ -117,7 +117,7 @@ def diagnosed(subject: Subject, batches: Batches, steps: int) -> SeedRecord:
     record = Window(subject, batches, steps, float64=found.float64).run()
     second = Window(subject, batches, steps, dtypes=("float32",), controls=())
     snapshots = Snapshots(subject, second)
-    findings = [*found.findings, ask_repeat(subject, batches, record, second.record())]
+    findings = [*found.findings, ask_repeat(snapshots, record, second.record())]
     if findings[-1].evidence.supports is None:
         findings += _later(snapshots, record, steps, found.supports(Verdict.REDUCED_PRECISION))
     return SeedRecord(
@@ -134,6 +134,7 @@ def _later(snapshots: Snapshots, record: SeedRecord, steps: int, narrow: bool) -
     pair, excess = window_pair([record], "candidate")
     if pair.probe == "float32_pair" and narrow:
         excess = None
+    excess = excess or evaluation_excess([record])
     if snapshots.subject.written_otherwise:  # there is no putting both on the same weights
         return ask_written_otherwise(snapshots.subject, excess) if excess and excess.step else []
     found = ask_excess(snapshots, excess) if excess else []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from driftlab.arm import Arm
 
@@ -31,9 +31,36 @@ def joined(vectors: list[Tensor]) -> Tensor:
     return torch.cat(vectors, out=out)
 
 
+def named_leaves(outputs: object) -> dict[str, Tensor]:
+    """The floating tensors in whatever a network returns, by their place in it: "", "0", "0.hidden".
+
+    Entries of mappings come in the order of their keys, whatever order the network makes them in; fields of
+    named tuples and data classes by number, so that a tuple with and one without names are the same.
+    """
+    found: dict[str, Tensor] = {}
+    _collect(outputs, "", found)
+    return found
+
+
+def _collect(value: object, name: str, found: dict[str, Tensor]) -> None:
+    below = f"{name}." if name else ""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            found[name] = value
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            _collect(value[key], f"{below}{key}", found)
+    elif isinstance(value, tuple | list):
+        for number, part in enumerate(value):
+            _collect(part, f"{below}{number}", found)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for number, part in enumerate(vars(value).values()):
+            _collect(part, f"{below}{number}", found)
+
+
 def outputs_as_vector(outputs: object) -> Tensor:
     """The floating tensors in whatever a network returns (tensor, tuple, dict), in one float64 vector."""
-    return flat(t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.is_floating_point())
+    return flat(named_leaves(outputs).values())
 
 
 def _gradients(arm: Arm) -> dict[str, Tensor]:

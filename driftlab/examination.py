@@ -47,7 +47,7 @@ class Examination:
         """Whether the candidate's float64 is float64: it runs, and keeps the bits."""
         narrow = self.network.float64_not_honoured or self.narrow_constants
         narrow = narrow or any(
-            f.evidence.probe == "update" and f.evidence.supports is Verdict.REDUCED_PRECISION
+            f.evidence.probe in ("update", "same_start") and f.evidence.supports is Verdict.REDUCED_PRECISION
             for f in self.findings
         )
         return "float64" not in self.network.failed and not narrow

@@ -28,12 +28,20 @@ def the_pair(
     kept = next((p.dtype for p in reference.parameters() if p.is_floating_point()), torch.float32)
     if kept != torch.float32:  # both dtypes are looked at anyway, from the same weights
         reference, candidate = reference.float(), candidate.float()
+    for network in (reference, candidate):
+        _in_its_own_mode(network)
     if fold is not None:
         candidate.fold = fold
     try:
         return reference, candidate, find_fold(reference, candidate, rewrite)
     except FoldError as error:
         raise DiagnoseError(str(error)) from None
+
+
+def _in_its_own_mode(network: nn.Module) -> None:
+    """A network with a ``train`` of its own (norms that stay in eval mode) is put into its mode by that."""
+    if any(type(m).train is not nn.Module.train for m in network.modules()):
+        network.train(network.training)
 
 
 def _candidate(reference: nn.Module, candidate: nn.Module | Rewrite) -> tuple[nn.Module, Rewrite | None]:

@@ -171,3 +171,12 @@ def _worst_evaluation(record: SeedRecord, role: str, kind: str, pass_: str) -> t
         if not ratio <= HALFWAY:
             break
     return worst
+
+
+def evaluation_excess(records: Sequence[SeedRecord]) -> Excess | None:
+    """The first excess in eval mode or in the buffers, where there is one."""
+    evidence, place = evaluation(records, "candidate")
+    if place is None:
+        return None
+    kind = "buffer_distance" if place.pass_ == "buffer" else "eval_logit_distance"
+    return Excess(records[0].seed, place.step, kind, evidence.measured, HALFWAY)

@@ -115,9 +115,11 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
     pair, excess = pairs.window_pair(records, subject)
     if narrow and pair.probe == "float32_pair":  # fewer bits put it as far apart as a bug would
         pair, excess = replace(pair, supports=None), None
-    if any(f.evidence.probe == "excess" and f.evidence.supports is Verdict.ROUND_OFF for f in probes):
-        pair, excess = replace(pair, supports=None), None  # looked at on the spot: rounding, carried on
     evaluation, eval_place = pairs.evaluation(records, subject)
+    if any(f.evidence.probe == "excess" and f.evidence.supports is Verdict.ROUND_OFF for f in probes):
+        # looked at on the spot: rounding, carried on
+        pair, excess = replace(pair, supports=None), None
+        evaluation, eval_place = replace(evaluation, supports=None), None
     outcomes = outcomes_over_seeds(records, subject)
     place = _place(records, excess, eval_place)
     evidence = [

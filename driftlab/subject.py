@@ -61,8 +61,8 @@ class Subject:
 
     def local(self, batch: tuple[object, object]) -> Local:
         """Every pair of modules, with what the reference's module is given on this batch."""
-        calls = record(self.reference, self.on(batch), self.seed)
-        return Local(self.reference, self.candidate, self.fold, self.pairs, calls, self.seed)
+        calls, theirs = (record(m, self.on(batch), self.seed) for m in (self.reference, self.candidate))
+        return Local(self.reference, self.candidate, self.fold, self.pairs, calls, theirs, self.seed)
 
 
 def _written_otherwise(reference: nn.Module, candidate: nn.Module, fold: Fold) -> list[str]:

@@ -19,7 +19,7 @@ def ask_bound(found: Examination) -> None:
     """
     local, worst = found.local, None
     for name in local.rewritten():
-        if isinstance(local.pair(name)[0], SUMS_OF_PRODUCTS) and local.comparisons(name):
+        if isinstance(local.pair(name)[0], SUMS_OF_PRODUCTS) and _agrees(local, name):
             for bound in _bounds(local, name):
                 worst = (
                     max(worst, (bound.share, name, bound), key=lambda w: w[0])
@@ -41,6 +41,10 @@ def ask_bound(found: Examination) -> None:
     if share > 1:
         reading += "; more than reordering a float32 sum can make"
     found.add(Evidence("rounding_bound", QUESTION, share, 1.0, None, reading))
+
+
+def _agrees(local: Local, name: str) -> bool:
+    return bool(local.comparisons(name)) and local.wrong(name, few=True) is None
 
 
 def _bounds(local: Local, name: str) -> list[Bound]:

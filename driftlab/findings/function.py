@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import torch
 
+from driftlab.distance import named_leaves
 from driftlab.evidence import HALFWAY
 from driftlab.examination import Examination
 from driftlab.findings.determinism import wavers
 from driftlab.findings.streams import drawn_otherwise
+from driftlab.lockstep import evaluation_mode
 from driftlab.probes.arithmetic import CannotRunError, run
 from driftlab.probes.comparison import Comparison
 from driftlab.probes.constants import rounded_constants
@@ -41,24 +43,15 @@ def _ask_fewer(found: Examination) -> None:
             continue
         part = Examination(found.subject, batch)
         try:
-            wrong = part.network.wrong()
+            wrong = bool(part.network.wrong())
         except CannotRunError as error:
-            if _runs(found, batch):
-                reading = (
-                    f"the candidate fails on {size} sample{'s' * (size > 1)}, where the reference does "
-                    f"not: {error}"
-                )
-                found.add(
-                    Evidence("fewer_samples", FEWER, float(size), None, Verdict.BUG, reading),
-                    Place("", "forward", 0),
-                )
-                return
+            _say_refused(found, batch, size, str(error))
             continue
         if wrong:
             _ask(part)
             bugs = [f for f in part.findings if f.evidence.supports is Verdict.BUG]
             for finding in bugs[:1]:
-                reading = f"on {size} sample{'s' * (size > 1)}: {finding.evidence.reading}"
+                reading = f"on {_samples(size)}: {finding.evidence.reading}"
                 found.add(
                     replace(finding.evidence, probe="fewer_samples", question=FEWER, reading=reading),
                     finding.place,
@@ -66,12 +59,30 @@ def _ask_fewer(found: Examination) -> None:
                 return
 
 
-def _runs(found: Examination, batch: tuple[object, object]) -> bool:
-    try:
-        run(found.subject.reference, found.subject.on(batch), "float32", found.subject.seed)
-    except CannotRunError:
-        return False
-    return True
+def _samples(size: int) -> str:
+    return "one sample" if size == 1 else f"{size} samples"
+
+
+def _say_refused(found: Examination, batch: tuple[object, object], size: int, error: str) -> None:
+    """A candidate that raises on a size is loud about it; one that gives another shape is wrong."""
+    subject, mode = found.subject, "in eval mode"
+    shapes = []
+    for network in (subject.reference, subject.candidate):
+        try:
+            with evaluation_mode(network):
+                outputs = named_leaves(subject.call(network, batch[0]))
+        except Exception:  # whatever a stranger's forward raises: it refuses this size
+            break
+        shapes.append({name: tuple(t.shape) for name, t in outputs.items()})
+    if len(shapes) == 2 and shapes[0] != shapes[1]:
+        reading = (
+            f"on {_samples(size)} {mode}, the candidate's outputs have the shapes {shapes[1]}, not "
+            f"{shapes[0]}"
+        )
+        found.add(Evidence("fewer_samples", FEWER, None, None, Verdict.BUG, reading), Place("", "forward", 0))
+    elif len(shapes) == 1:
+        reading = f"the candidate takes no batch of {size}: {error}"
+        found.add(Evidence("fewer_samples", FEWER, None, None, None, reading))
 
 
 def _ask(found: Examination) -> None:
@@ -96,9 +107,13 @@ def _ask(found: Examination) -> None:
 
 
 def _owner(wrong: list[Difference]) -> str:
-    """The module whose weights alone have a wrong gradient, each of its calls being right (a tie undone)."""
-    owners = {d.name.rpartition(".")[0] for d in wrong if d.pass_ == "weight gradient"}
-    return owners.pop() if len(owners) == 1 and wrong[0].pass_ == "weight gradient" else ""
+    """The module whose gradients or buffers alone are wrong, though each of its calls is right.
+
+    A tie undone, statistics that miss one of two calls.
+    """
+    pass_ = wrong[0].pass_
+    owners = {d.name.rpartition(".")[0] for d in wrong if d.pass_ == pass_}
+    return owners.pop() if len(owners) == 1 and pass_ in ("weight gradient", "buffer") else ""
 
 
 def excess_of(difference: Difference, network: Comparison) -> float:
@@ -128,6 +143,8 @@ def _same(found: Examination, network: Comparison, why: str = "") -> None:
 
 
 def _wrong(difference: Difference, place: Place, network: Comparison) -> str:
+    if difference.reshaped:
+        return f"{place}: the candidate's has another shape"
     if difference.overflows:
         return f"{place}: the candidate's float32 is not finite where the reference's is"
     named = f" ({difference.name})" if difference.pass_ == "weight gradient" else ""

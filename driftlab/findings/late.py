@@ -22,22 +22,23 @@ RARE = 32  # repetitions in search of what struck once
 LAST = "At the end of the window, on the same weights, do both still compute the same function, as precisely?"
 
 
-def ask_repeat(subject: Subject, batches: Batches, record: SeedRecord, second: SeedRecord) -> Finding:
+def ask_repeat(snapshots: Snapshots, record: SeedRecord, second: SeedRecord) -> Finding:
     """The float32 pair twice over: what strikes rarely has as many chances again."""
     step = same_rows(record, second)
     if step is None:
         updates = len(second.curves) - 1
         return Finding(Evidence("repeat", REPEAT, 0.0, 0.0, None, f"it does, {updates} updates"))
-    place = _wavering(subject, batches, step)
+    place = _wavering(snapshots, step)
     reading = f"it does not, from step {step} on ({place}): no difference between the two means anything"
     return Finding(Evidence("repeat", REPEAT, None, 0.0, Verdict.NONDETERMINISTIC, reading), place)
 
 
-def _wavering(subject: Subject, batches: Batches, step: int) -> Place:
+def _wavering(snapshots: Snapshots, step: int) -> Place:
     """Which of the two does not repeat itself, and in which module, if it shows again."""
-    whole = subject.on(batches[step % len(batches)])
+    found = snapshots.at(step)
+    subject = found.subject
     for network in (subject.candidate, subject.reference):
-        if wobble := repeats(network, whole, subject.seed, RARE):
+        if wobble := repeats(network, found.whole, subject.seed, RARE):
             name = subject.reference_name(wobble.module) if network is subject.candidate else wobble.module
             return Place(name, wobble.pass_, step)
     return Place(None, "forward", step)

@@ -56,5 +56,7 @@ def _agreed(seen: Rewritten, modules: int) -> str:
         parts.append(f"{len(seen.inapplicable)} not exact in integers in the reference either")
     parts.append(f"{seen.other} comparisons at other sizes and values within rounding")
     parts += [f"{name} keeps {bits} bits of its operands" for name, bits in seen.bits.items()]
+    if seen.other_weights:
+        parts.append(f"with other weights than its own {seen.other_weights[0]} is another function")
     parts += [f"the candidate refuses {r}" for r in seen.refused[:3]]
     return "; ".join(parts)

@@ -14,14 +14,14 @@ QUESTION = "Do random layers draw from the same distribution in both, though not
 def drawn_otherwise(found: Examination, located: tuple[str, Difference] | None) -> bool:
     """Whether what differs is how random numbers are drawn; if so, what comes of it is said.
 
-    Only a module that differs forward and is random itself is asked. If it draws from the same distribution
+    Only a module that differs forward and is random in both is asked. If it draws from the same distribution
     and eval mode agrees, the two cannot be compared step by step, and nothing is wrong.
     """
     module, difference = located or ("", found.network.wrong()[0])
     local = found.local
     mine, theirs = local.pair(module) if module else (found.subject.reference, found.subject.candidate)
     call = local.calls[module][0] if module else found.whole
-    if difference.pass_ not in ("forward", "eval") or not (is_random(mine, call) or is_random(theirs, call)):
+    if difference.pass_ not in ("forward", "eval") or not (is_random(mine, call) and is_random(theirs, call)):
         return False
     if difference.pass_ == "eval":
         return False

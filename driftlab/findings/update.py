@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from driftlab.examination import Examination
-from driftlab.probes.updates import THRESHOLD, wrong_update
+from driftlab.fold import find_fold
+from driftlab.probes.updates import THRESHOLD, Update, wrong_update
 from driftlab.verdict import Evidence, Verdict
 
 QUESTION = "Given the same gradients, do the two optimizers move folded weights alike?"
@@ -23,6 +26,13 @@ def ask_update(found: Examination) -> None:
         reading = f"not asked: {type(error).__name__}: {message}"
         found.add(Evidence("update", QUESTION, None, THRESHOLD, None, reading))
         return
+    if update is not None and (wavering := _wavers(found)):
+        why = "given the same gradients twice, the candidate's optimizer does not repeat itself"
+        found.add(
+            Evidence("update", QUESTION, wavering.measured, 0.0, Verdict.NONDETERMINISTIC, why),
+            wavering.place,
+        )
+        return
     if update is None:
         found.add(Evidence("update", QUESTION, 0.0, THRESHOLD, None, f"they do, over {STEPS} updates"))
         return
@@ -35,3 +45,15 @@ def ask_update(found: Examination) -> None:
     if fewer_bits:
         reading += "; with the rounding taken away it does not"
     found.add(Evidence("update", QUESTION, update.measured, THRESHOLD, supports, reading), update.place)
+
+
+def _wavers(found: Examination) -> Update | None:
+    """The candidate beside itself."""
+    subject = found.subject
+    twice = replace(
+        subject,
+        reference=subject.candidate,
+        optimizer=subject.candidate_optimizer,
+        fold=find_fold(subject.candidate, subject.candidate),
+    )
+    return wrong_update(twice, STEPS)

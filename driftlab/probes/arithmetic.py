@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from driftlab.distance import named_leaves
 from driftlab.lockstep import cast, evaluation_mode, seed_random_layers
 from driftlab.shadow import held, shadow, shadow_arithmetic, shadowed
 
@@ -27,13 +28,14 @@ ARITHMETICS = ("float32", "float64", "shadow", "shadow64")
 class Recorded:
     """What a module was given: arguments, and the gradients that came back to its floating outputs.
 
-    ``gradients`` holds None for an output that got none. Where ``loss`` is set, the module is a whole
+    ``gradients`` holds None for an output, by its name, that got none. Where ``loss`` is set, the module is a
+    whole
     network: the loss of its outputs is differentiated instead.
     """
 
     args: tuple
     kwargs: dict = field(default_factory=dict)
-    gradients: list[Tensor | None] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
     loss: Callable[[object, str], Tensor] | None = None
     call: Callable[[nn.Module, tuple, dict], object] = lambda module, args, kwargs: module(*args, **kwargs)
 
@@ -42,8 +44,8 @@ class Recorded:
 class Passes:
     """What came out, in float64: pass -> name -> tensor.
 
-    ``forward`` and ``eval`` are named by the position of the output, ``input gradient`` by that of the input,
-    ``weight gradient`` and ``buffer`` by the module's own tensors.
+    ``forward`` and ``eval`` are named by the place of the output (``named_leaves``), ``input gradient`` by
+    that of the input, ``weight gradient`` and ``buffer`` by the module's own tensors.
     """
 
     tensors: dict[str, dict[str, Tensor]]
@@ -97,7 +99,7 @@ def _training_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: i
     seed_random_layers(seed)
     # copies, since a module may write into its arguments and leaves must not be written into
     outputs = recorded.call(twin, _copied(args), _copied(kwargs))
-    found = {"forward": _numbered(outputs)}
+    found = {"forward": _named(outputs)}
     if recorded.loss is not None:
         loss = recorded.loss(outputs, arithmetic)
         found["forward"]["loss"] = loss.detach()
@@ -114,7 +116,7 @@ def _eval_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int) 
     args, kwargs = _fresh(recorded, arithmetic, [])
     seed_random_layers(seed)
     with evaluation_mode(twin):
-        return _numbered(recorded.call(twin, args, kwargs))
+        return _named(recorded.call(twin, args, kwargs))
 
 
 def _fresh(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[tuple, dict]:
@@ -138,11 +140,11 @@ def _copied(values: object) -> object:
 
 
 def _backward(outputs: object, recorded: Recorded, arithmetic: str) -> None:
-    floating = floating_leaves(outputs)
+    named = named_leaves(outputs)
     pairs = [
-        (o, g)
-        for o, g in zip(floating, recorded.gradients, strict=False)
-        if g is not None and o.requires_grad and o.shape == g.shape
+        (named[name], g)
+        for name, g in recorded.gradients.items()
+        if g is not None and name in named and named[name].requires_grad and named[name].shape == g.shape
     ]
     if pairs:
         # the sum's gradient is the numbers themselves; handing them to autograd imports sympy, a second and
@@ -158,13 +160,8 @@ def _like(gradient: Tensor, output: Tensor, arithmetic: str) -> Tensor:
     return gradient.to(output.dtype)
 
 
-def floating_leaves(values: object) -> list[Tensor]:
-    """The floating tensors in whatever a module returns, in order."""
-    return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor) and t.is_floating_point()]
-
-
-def _numbered(outputs: object) -> dict[str, Tensor]:
-    return {str(i): t.detach().clone() for i, t in enumerate(floating_leaves(outputs))}
+def _named(outputs: object) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in named_leaves(outputs).items()}
 
 
 def _gradient(leaf: Tensor) -> Tensor:

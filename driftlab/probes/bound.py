@@ -97,5 +97,5 @@ def _mapped(call: Recorded, change) -> Recorded:
         return change(tensor.detach()).requires_grad_(tensor.requires_grad)
 
     args, kwargs = pytree.tree_map_only(Tensor, changed, (call.args, call.kwargs))
-    gradients = [None if g is None else change(g) for g in call.gradients]
+    gradients = {n: None if g is None else change(g) for n, g in call.gradients.items()}
     return Recorded(args, kwargs, gradients)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -108,10 +108,10 @@ def _try(both: dict, failed: dict, arithmetic: str, reference, candidate, record
 
 
 def _used(recorded: Recorded) -> set[str] | None:
-    """The outputs that a gradient came back to; None where all count."""
+    """The outputs that a gradient came back to; None where all count, as in a frozen part."""
     if recorded.loss is not None:
         return None
-    return {str(i) for i, gradient in enumerate(recorded.gradients) if gradient is not None}
+    return {name for name, gradient in recorded.gradients.items() if gradient is not None} or None
 
 
 def _differences(
@@ -122,13 +122,15 @@ def _differences(
         for a, pair in both.items()
     }
     truth = read["shadow" if "shadow" in read else "float64" if "float64" in read else "float32"][0]
-    return [
+    found = [
         _difference(pass_, name, tensor, {a: (pair[0][pass_], pair[1][pass_]) for a, pair in read.items()})
         for pass_ in PASSES
         for name, tensor in truth.get(pass_, {}).items()
         if all(name in pair[i].get(pass_, {}) for pair in read.values() for i in (0, 1))
         and (used is None or pass_ not in ("forward", "eval") or name in used)
     ]
+    largest = max((d.size for d in found if d.pass_ == "weight gradient"), default=0.0)
+    return [replace(d, scale=largest) if d.pass_ == "weight gradient" else d for d in found]
 
 
 def _by_reference_names(passes: Passes, fold: Fold, prefixes: tuple[str, str], index: int) -> dict:

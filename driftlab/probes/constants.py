@@ -37,7 +37,7 @@ def rounded_constants(subject: Subject, whole: Recorded, wrong: list[Difference]
 def _explains(subject: Subject, role: str, whole: Recorded, wrong: list[Difference]) -> bool:
     """Whether the constants of one of the two, moved by a unit in the last place, make as much difference."""
     module = getattr(subject, role)
-    own = _own_names(subject) if role == "candidate" else []
+    own = _own_names(subject, role)
     try:
         still = run(module, whole, "shadow", subject.seed)
         moved = [_moved(module, own, whole, subject.seed, trial) for trial in range(TRIALS)]
@@ -52,11 +52,15 @@ def _response(still: Passes, moved: Passes, pass_: str) -> float:
     return max((distance(b, a) for a, b in pairs if b is not None), default=0.0)
 
 
-def _own_names(subject: Subject) -> list[str]:
-    """Floating parameters and buffers of the candidate that stand for none of the reference's."""
-    tensors = {**dict(subject.candidate.named_parameters()), **dict(subject.candidate.named_buffers())}
-    otherwise = frozenset().union(*(subject.fold.sources(n) for n in subject.written_otherwise))
-    names = {*subject.fold.unused, *otherwise}
+def _own_names(subject: Subject, role: str) -> list[str]:
+    """Floating parameters and buffers of one network that the other has no equal of."""
+    module = getattr(subject, role)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    if role == "reference":
+        names = {*subject.fold.unplaced, *subject.written_otherwise}
+    else:
+        otherwise = frozenset().union(*(subject.fold.sources(n) for n in subject.written_otherwise))
+        names = {*subject.fold.unused, *otherwise}
     return [n for n in tensors if n in names and tensors[n].is_floating_point()]
 
 

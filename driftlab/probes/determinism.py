@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from driftlab.distance import named_leaves
 from driftlab.lockstep import seed_random_layers
-from driftlab.probes.arithmetic import Passes, Recorded, floating_leaves, run
+from driftlab.probes.arithmetic import Passes, Recorded, run
 from driftlab.probes.difference import PASSES, distance, same_values
 
 # A fault that strikes in one run of eight slips through four repetitions in three cases of five; the window's
@@ -48,9 +49,10 @@ def repeats(network: nn.Module, whole: Recorded, seed: int = 0, times: int = REP
 
 def _located(network: nn.Module, whole: Recorded, seed: int, pass_: str, name: str, floor: float) -> Wobble:
     """The module whose output moves, if any does; else the one whose gradient, nearest to the loss, did."""
-    module = _where(network, whole, seed) if whole.loss is not None else None
-    if module is not None:
-        return Wobble("forward", module, floor)
+    for mode in ("forward", "eval") if whole.loss is not None else ():
+        module = _where(network, whole, seed, mode)
+        if module is not None:
+            return Wobble(mode, module, floor)
     owner = name.rpartition(".")[0] if pass_ in ("weight gradient", "buffer") else None
     return Wobble(pass_, owner, floor)
 
@@ -67,24 +69,26 @@ def _moved(first: Passes, again: Passes, pass_: str) -> tuple[str, float] | None
     return (name, floor) if name is not None else None
 
 
-def _where(network: nn.Module, whole: Recorded, seed: int) -> str | None:
+def _where(network: nn.Module, whole: Recorded, seed: int, mode: str) -> str | None:
     """The module, as deep as can be, whose output was the first to change from one run to the next."""
-    first = _outputs(network, whole, seed)
+    first = _outputs(network, whole, seed, mode)
     for _ in range(6 * REPEATS):
-        again = _outputs(network, whole, seed)
+        again = _outputs(network, whole, seed, mode)
         for (name, mine), (_, theirs) in zip(first, again, strict=False):
             if len(mine) == len(theirs) and not all(map(same_values, mine, theirs)):
                 return name
     return None
 
 
-def _outputs(network: nn.Module, whole: Recorded, seed: int) -> list[tuple[str, list[Tensor]]]:
+def _outputs(network: nn.Module, whole: Recorded, seed: int, mode: str) -> list[tuple[str, list[Tensor]]]:
     """The floating outputs of every call of every module, in the order in which the calls ended."""
     network, seen = copy.deepcopy(network), []
+    if mode == "eval":
+        network.eval()
 
     def keep(name: str) -> Callable:
         def hook(module: nn.Module, args: tuple, output: object) -> None:
-            seen.append((name, [t.detach().clone() for t in floating_leaves(output)]))
+            seen.append((name, [t.detach().clone() for t in named_leaves(output).values()]))
 
         return hook
 

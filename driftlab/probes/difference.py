@@ -34,6 +34,8 @@ class Difference:
         apart: arithmetic -> ‖candidate - reference‖ in it.
         errors: "candidate" and "reference" -> the error of its float32 against the truth.
         same: whether no bit differs, in any arithmetic that is torch's own.
+        scale: of the largest quantity of its kind beside it. A gradient that is nothing but rounding (of a
+        bias before a norm) is small beside it, and its own size is no yardstick.
     """
 
     pass_: str
@@ -42,14 +44,17 @@ class Difference:
     apart: dict[str, float]
     errors: dict[str, float]
     same: bool
+    scale: float = 0.0
 
     def excess(self, arithmetic: str) -> float:
         """The difference as a multiple of what rounding may make of it; above 1 it is no rounding."""
+        if self.reshaped:
+            return math.inf
         rounding = max(self.errors.values(), default=0.0) * 2.0**-29
         if math.isinf(rounding) and not self.overflows:
             return 0.0  # beyond what float32 can hold in both: nothing to hold it against
         rounding = 0.0 if math.isinf(rounding) else rounding
-        allowed = HALFWAY * max(UNIT_ROUND_OFF["float64"] * self.size, rounding)
+        allowed = HALFWAY * max(UNIT_ROUND_OFF["float64"] * max(self.size, self.scale), rounding)
         apart = self.apart.get(arithmetic, 0.0)
         return 0.0 if apart == 0 else apart / allowed if allowed else math.inf
 
@@ -62,14 +67,19 @@ class Difference:
     @property
     def overflows(self) -> bool:
         """NaN or inf in the candidate's float32 alone."""
-        return self.errors.get("candidate") == math.inf and self.errors["reference"] < math.inf
+        return not self.reshaped and self.errors.get("candidate") == math.inf > self.errors["reference"]
+
+    @property
+    def reshaped(self) -> bool:
+        """The candidate's has another shape."""
+        return all(math.isinf(a) for a in self.apart.values())
 
     @property
     def lost(self) -> float:
         """How much worse the candidate's float32 is than the reference's, at least one unit round-off."""
-        floor = UNIT_ROUND_OFF["float32"] * self.size
-        worse = self.errors.get("candidate", 0.0)
-        return worse / max(self.errors.get("reference", 0.0), floor) if worse else 0.0
+        floor = UNIT_ROUND_OFF["float32"] * max(self.size, self.scale)
+        worse, own = self.errors.get("candidate", 0.0), max(self.errors.get("reference", 0.0), floor)
+        return worse / own if worse and own else 0.0
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:

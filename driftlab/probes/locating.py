@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from driftlab.distance import relative_distance
 from driftlab.modules import is_rewritten
 from driftlab.probes.arithmetic import CannotRunError, Recorded
 from driftlab.probes.comparison import Comparison, compare
@@ -24,6 +25,8 @@ from driftlab.probes.sizes import batch_of
 # gives something else altogether. Below this relative difference the borders are the same and the function is
 # not.
 SAME_BORDERS = 1e-2
+# Inputs that differ by no more than what float32, or bfloat16 upstream, makes of them.
+SAME_INPUTS = 1e-2
 # Where the whole network agrees on its whole batch, its modules are looked at on this many samples.
 FEW_SAMPLES = 8
 
@@ -34,6 +37,7 @@ class Local:
 
     Attributes:
         calls: reference name -> calls, in the order of execution.
+        theirs: candidate name -> calls in the candidate's own run on the same batch.
         pairs: reference name -> candidate name.
     """
 
@@ -42,11 +46,12 @@ class Local:
     fold: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
     pairs: Mapping[str, str]
     calls: Mapping[str, list[Recorded]]
+    theirs: Mapping[str, list[Recorded]]
     seed: int = 0
 
     def __post_init__(self) -> None:
         self._mine = dict(self.reference.named_modules())
-        self._theirs = dict(self.candidate.named_modules())
+        self._others = dict(self.candidate.named_modules())
         self._compared: dict[tuple[str, bool], list[Comparison]] = {}
 
     def rewritten(self) -> list[str]:
@@ -55,7 +60,17 @@ class Local:
         return [n for n in names if not any(o != n and o.startswith(f"{n}.") for o in names)]
 
     def pair(self, name: str) -> tuple[nn.Module, nn.Module]:
-        return self._mine[name], self._theirs[self.pairs[name]]
+        return self._mine[name], self._others[self.pairs[name]]
+
+    def aligned(self, name: str) -> bool:
+        """Whether the candidate's module is given what the reference's is, in its own run.
+
+        Behind a fault it is not; nor is it where a rewrite moved the borders, so that a pair of modules with
+        the same tensors does not do the same work. The first wrong module is one that is given the right
+        inputs.
+        """
+        theirs = self.theirs.get(self.pairs[name], [])
+        return bool(theirs) and _same_inputs(self.calls[name][0], theirs[0])
 
     def comparisons(self, name: str, few: bool = True) -> list[Comparison]:
         """One a kept call, on a few samples of it or on all; empty where the two take other arguments."""
@@ -102,7 +117,7 @@ def first_wrong(local: Local) -> tuple[str, Difference] | None:
 
 def _first_wrong_child(local: Local, inside: str) -> tuple[str, Difference] | None:
     for name in _children(local, inside):
-        if wrong := local.wrong(name):
+        if local.aligned(name) and (wrong := local.wrong(name)):
             return name, wrong
     return None
 
@@ -112,6 +127,20 @@ def _children(local: Local, inside: str) -> list[str]:
     below = f"{inside}." if inside else ""
     names = [n for n in local.calls if n in local.pairs and n.startswith(below) and n != inside]
     return [n for n in names if not any(n.startswith(f"{o}.") for o in names if o != n)]
+
+
+def _same_inputs(mine: Recorded, theirs: Recorded) -> bool:
+    """Float32 rounding apart; kinks on the way may make a few entries differ by more."""
+    own, other = (
+        [t for t in pytree.tree_leaves((c.args, c.kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+        for c in (mine, theirs)
+    )
+    if [t.shape for t in own] != [t.shape for t in other]:
+        return False
+    return all(
+        float(relative_distance(b.double(), a.double())) < SAME_INPUTS
+        for a, b in zip(own, other, strict=True)
+    )
 
 
 def slightly_wrong(local: Local) -> tuple[str, Difference] | None:

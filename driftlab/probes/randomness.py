@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from driftlab.distance import flat
+from driftlab.distance import flat, named_leaves
 from driftlab.lockstep import seed_random_layers
-from driftlab.probes.arithmetic import Recorded, floating_leaves
+from driftlab.probes.arithmetic import Recorded
 
 DRAWS = 256
 # Sixteen statistics are looked at; one false alarm in a hundred million at six standard errors each.
@@ -77,5 +77,5 @@ def _outputs(module: nn.Module, call: Recorded, seeds: Iterable[int]) -> list[Te
             Tensor, lambda t: t.detach().clone(), (call.args, call.kwargs)
         )
         seed_random_layers(seed)
-        found.append(flat(floating_leaves(call.call(twin, args, kwargs))))
+        found.append(flat(named_leaves(call.call(twin, args, kwargs)).values()))
     return found

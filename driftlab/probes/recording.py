@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from driftlab.distance import named_leaves
 from driftlab.lockstep import seed_random_layers
-from driftlab.probes.arithmetic import Recorded, floating_leaves
+from driftlab.probes.arithmetic import Recorded
 
 # A module that is called again and again (a recurrent cell) is kept at its first calls and its last.
 FIRST_CALLS = 2
@@ -19,7 +20,7 @@ FIRST_CALLS = 2
 def record(network: nn.Module, whole: Recorded, seed: int = 0) -> dict[str, list[Recorded]]:
     """The calls of every module of a copy of ``network``, by name, in the order in which they began.
 
-    Modules that no gradient came back to, and those that took no part, are left out.
+    Calls that no gradient came back to are kept where a module has no others (a frozen part).
     """
     network, calls, order = copy.deepcopy(network), {}, []
     for name, module in network.named_modules():
@@ -32,7 +33,7 @@ def record(network: nn.Module, whole: Recorded, seed: int = 0) -> dict[str, list
 
 
 def _chosen(calls: list[Recorded]) -> list[Recorded]:
-    useful = [c for c in calls if any(g is not None for g in c.gradients)]
+    useful = [c for c in calls if any(g is not None for g in c.gradients.values())] or calls
     return useful if len(useful) <= FIRST_CALLS + 1 else [*useful[:FIRST_CALLS], useful[-1]]
 
 
@@ -47,20 +48,20 @@ def _watch(module: nn.Module, name: str, calls: dict[str, list[Recorded]], order
 
     def after(_: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
         call = open_calls.pop()
-        leaves = floating_leaves(output)
-        call.gradients = [None] * len(leaves)
-        for index, leaf in enumerate(leaves):
+        leaves = named_leaves(output)
+        call.gradients = dict.fromkeys(leaves)
+        for name_of, leaf in leaves.items():
             if leaf.requires_grad:
-                leaf.register_hook(_keeper(call, index))
+                leaf.register_hook(_keeper(call, name_of))
         calls[name].append(call)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, with_kwargs=True)
 
 
-def _keeper(call: Recorded, index: int) -> Callable[[Tensor], None]:
+def _keeper(call: Recorded, name: str) -> Callable[[Tensor], None]:
     def keep(gradient: Tensor) -> None:
-        call.gradients[index] = gradient.detach().clone()
+        call.gradients[name] = gradient.detach().clone()
 
     return keep
 

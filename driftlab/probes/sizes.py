@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from driftlab.distance import named_leaves
 from driftlab.lockstep import seed_random_layers
-from driftlab.probes.arithmetic import Recorded, floating_leaves
+from driftlab.probes.arithmetic import Recorded
 
 FEW = 4  # samples: enough for the statistics of a batch, few enough to be quick
 
@@ -50,7 +51,7 @@ def _mapped(call: Recorded, change: Callable[[Tensor], Tensor]) -> Recorded:
         return change(tensor.detach()).clone().requires_grad_(tensor.requires_grad)
 
     args, kwargs = pytree.tree_map_only(Tensor, changed, (call.args, call.kwargs))
-    gradients = [None if g is None else change(g) for g in call.gradients]
+    gradients = {n: None if g is None else change(g) for n, g in call.gradients.items()}
     return replace(call, args=args, kwargs=kwargs, gradients=gradients)
 
 
@@ -63,11 +64,9 @@ def with_gradients(module: nn.Module, call: Recorded, make: Callable[[Tensor], T
     twin = copy.deepcopy(module)
     inputs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (call.args, call.kwargs))
     with torch.no_grad():
-        outputs = floating_leaves(twin(*inputs[0], **inputs[1]))
-    used = [g is not None for g in call.gradients] or [True] * len(outputs)
-    return replace(
-        call, gradients=[make(t).to(t) if u else None for t, u in zip(outputs, used, strict=False)]
-    )
+        outputs = named_leaves(twin(*inputs[0], **inputs[1]))
+    wanted = {n for n, g in call.gradients.items() if g is not None} or set(outputs)
+    return replace(call, gradients={n: make(t).to(t) if n in wanted else None for n, t in outputs.items()})
 
 
 def other_sizes(call: Recorded) -> Iterator[tuple[str, Recorded]]:
