@@ -70,6 +70,12 @@ class Fold:
             return self.read.sources[name]
         return frozenset(self.read.placements[name].sources)
 
+    def reorders(self, name: str) -> bool:
+        """Whether the slices of the reference's ``name`` lie in another order in the candidate."""
+        return (
+            isinstance(self.read, _Read) and name in self.placed and _is_reordered(self.read.placements[name])
+        )
+
 
 def find_fold(reference: nn.Module, candidate: nn.Module, rewrite: Rewrite | None = None) -> Fold:
     """The fold from ``candidate`` to ``reference``, which start from the same weights.

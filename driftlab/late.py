@@ -17,6 +17,7 @@ from torch import nn
 from driftlab.arm import Arm
 from driftlab.distance import relative_distance
 from driftlab.examination import Examination
+from driftlab.lockstep import step_seed
 from driftlab.subject import Subject
 from driftlab.unfold import floating_tensors
 from driftlab.verdict import Place
@@ -46,7 +47,9 @@ class Snapshots:
 
     def at(self, step: int) -> Examination:
         """Both on the weights that the candidate has before ``step``, fed that step's batch."""
-        return Examination(in_step(self.subject, *self._kept[step]), self._run.batch(step))
+        subject = in_step(self.subject, *self._kept[step])
+        # random layers as lockstep seeds them at this step
+        return Examination(replace(subject, seed=step_seed(subject.seed, step)), self._run.batch(step))
 
     def moved_apart(self, step: int) -> Place:
         """The module whose weights the update before ``step`` parted most, in units of their own size."""

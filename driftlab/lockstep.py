@@ -55,6 +55,11 @@ def seed_random_layers(seed: int) -> None:
         torch.cuda.manual_seed_all(seed)
 
 
+def step_seed(seed: int, step: int) -> int:
+    """Of the random layers at one step."""
+    return (seed << 32) + step
+
+
 class Lockstep:
     """Steps the arms together and keeps the rows of their curves.
 
@@ -148,7 +153,7 @@ class Lockstep:
         return torch.cat([p for p, _ in pairs]), torch.cat([y for _, y in pairs])
 
     def _run(self, arm: Arm, step: int, inputs: object, targets: object, logged: bool):
-        seed_random_layers((self.seed << 32) + step)
+        seed_random_layers(step_seed(self.seed, step))
         arm.optimizer.zero_grad(set_to_none=True)
         outputs = self.call(arm.module, cast(inputs, DTYPES[arm.dtype]))
         loss = self.loss(outputs, cast(targets, DTYPES[arm.dtype]))

@@ -61,7 +61,11 @@ class Subject:
 
     def local(self, batch: tuple[object, object]) -> Local:
         """Every pair of modules, with what the reference's module is given on this batch."""
-        calls, theirs = (record(m, self.on(batch), self.seed) for m in (self.reference, self.candidate))
+        calls = record(self.reference, self.on(batch), self.seed)
+        try:
+            theirs = record(self.candidate, self.on(batch), self.seed)
+        except Exception:  # code that takes no hooks (vmap)
+            theirs = None
         return Local(self.reference, self.candidate, self.fold, self.pairs, calls, theirs, self.seed)
 
 

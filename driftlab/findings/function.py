@@ -16,8 +16,9 @@ from driftlab.probes.arithmetic import CannotRunError, run
 from driftlab.probes.comparison import Comparison
 from driftlab.probes.constants import rounded_constants
 from driftlab.probes.difference import Difference
-from driftlab.probes.locating import first_wrong, slightly_wrong
+from driftlab.probes.locating import SAME_BORDERS, first_wrong, slightly_wrong
 from driftlab.probes.sizes import fewer_samples
+from driftlab.probes.tracing import parting
 from driftlab.verdict import Evidence, Place, Verdict
 
 QUESTION = "Fed the same inputs, do both compute the same function, once rounding is taken away?"
@@ -98,7 +99,7 @@ def _ask(found: Examination) -> None:
         return _same(found, network, why)
     if wavers(found, module):
         return
-    place = Place(module, difference.pass_, 0)
+    place = Place(*_placed(found, module, difference), 0)
     excess = min(excess_of(difference, network), 1e300) * HALFWAY
     found.add(
         Evidence("function", QUESTION, excess, HALFWAY, Verdict.BUG, _wrong(difference, place, network)),
@@ -114,6 +115,36 @@ def _owner(wrong: list[Difference]) -> str:
     pass_ = wrong[0].pass_
     owners = {d.name.rpartition(".")[0] for d in wrong if d.pass_ == pass_}
     return owners.pop() if len(owners) == 1 and pass_ in ("weight gradient", "buffer") else ""
+
+
+def _placed(found: Examination, module: str, difference: Difference) -> tuple[str, str]:
+    """The place by pairs of modules, or a more exact one by the values on the way.
+
+    Values are asked where the pairs end at a module with others inside, or at one so far off that its borders
+    may have moved. A module that they accuse, and that is right by itself, was used wrongly: the fault is
+    around it.
+    """
+    subject, local, pass_ = found.subject, found.local, difference.pass_
+    whole = not module or next(subject.reference.get_submodule(module).children(), None) is not None
+    moved = pass_ == "forward" and not difference.relative < SAME_BORDERS
+    moved = moved and not (module and local.permuted(module))
+    asked = pass_ in ("forward", "input gradient", "weight gradient") and found.float64
+    parted = _parted(found) if asked and (whole or moved) else None
+    if parted is None or (parted[1] == "forward") != (pass_ == "forward"):
+        return module, pass_
+    name, where = parted
+    paired = name in local.pairs and bool(local.calls.get(name))
+    if paired and local.comparisons(name) and local.wrong(name) is None:
+        name = name.rpartition(".")[0]
+    inside = f"{module}." if module else ""
+    return (name, where) if moved or name.startswith(inside) else (module, pass_)
+
+
+def _parted(found: Examination) -> tuple[str, str] | None:
+    try:
+        return parting(found.subject.reference, found.subject.candidate, found.whole, found.subject.seed)
+    except Exception:  # a module that takes no hooks, or a kernel that cannot be watched
+        return None
 
 
 def excess_of(difference: Difference, network: Comparison) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from driftlab.examination import Examination
+from driftlab.late import in_step
 from driftlab.probes.same_start import start_differences
 from driftlab.verdict import Evidence, Verdict
 
@@ -36,9 +39,15 @@ def _shows(start, shown: set[str]) -> bool:
 
 
 def _forgive(found: Examination) -> None:
-    """Weights stored in fewer bits make another function of it, by as much as those bits."""
-    found.findings = [
-        f
-        for f in found.findings
-        if not (f.evidence.probe == "function" and f.evidence.supports is Verdict.BUG)
+    """Weights stored in fewer bits make another function of it; on those weights both must be the same."""
+    accused = [
+        f for f in found.findings if f.evidence.probe == "function" and f.evidence.supports is Verdict.BUG
     ]
+    if not accused:
+        return
+    equal = in_step(found.subject, found.subject.reference, found.subject.candidate)
+    if Examination(equal, found.batch).network.wrong():
+        return
+    found.findings = [f for f in found.findings if f not in accused]
+    reading = "they do, on the weights that the candidate stores"
+    found.add(replace(accused[0].evidence, supports=Verdict.ROUND_OFF, measured=None, reading=reading))

@@ -7,7 +7,7 @@ candidate's module gets the same. What differs then, arose there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.distance import relative_distance
+from driftlab.fold import Fold
 from driftlab.modules import is_rewritten
-from driftlab.probes.arithmetic import CannotRunError, Recorded
+from driftlab.probes.arithmetic import CannotRunError, Recorded, run
 from driftlab.probes.comparison import Comparison, compare
 from driftlab.probes.difference import Difference
 from driftlab.probes.sizes import batch_of
@@ -37,16 +38,16 @@ class Local:
 
     Attributes:
         calls: reference name -> calls, in the order of execution.
-        theirs: candidate name -> calls in the candidate's own run on the same batch.
+        theirs: candidate name -> calls in the candidate's own run; None where it cannot be watched.
         pairs: reference name -> candidate name.
     """
 
     reference: nn.Module
     candidate: nn.Module
-    fold: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    fold: Fold
     pairs: Mapping[str, str]
     calls: Mapping[str, list[Recorded]]
-    theirs: Mapping[str, list[Recorded]]
+    theirs: Mapping[str, list[Recorded]] | None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -69,8 +70,23 @@ class Local:
         the same tensors does not do the same work. The first wrong module is one that is given the right
         inputs.
         """
+        if self.theirs is None:
+            return True
         theirs = self.theirs.get(self.pairs[name], [])
         return bool(theirs) and _same_inputs(self.calls[name][0], theirs[0])
+
+    def permuted(self, name: str) -> bool:
+        """Whether both give the same values in another order."""
+        try:
+            own, other = (run(m, self.calls[name][0], "float64", self.seed, False) for m in self.pair(name))
+        except CannotRunError:
+            return False
+        return _same_sorted(own.tensors["forward"], other.tensors["forward"])
+
+    def reordered(self, name: str) -> bool:
+        """Whether it gives its channels in another order because its weights are held in another order."""
+        tensors = (n for n in self.fold.placed if n.startswith(f"{name}."))
+        return any(map(self.fold.reorders, tensors)) and self.permuted(name)
 
     def comparisons(self, name: str, few: bool = True) -> list[Comparison]:
         """One a kept call, on a few samples of it or on all; empty where the two take other arguments."""
@@ -117,7 +133,8 @@ def first_wrong(local: Local) -> tuple[str, Difference] | None:
 
 def _first_wrong_child(local: Local, inside: str) -> tuple[str, Difference] | None:
     for name in _children(local, inside):
-        if local.aligned(name) and (wrong := local.wrong(name)):
+        wrong = local.wrong(name) if local.aligned(name) else None
+        if wrong and not (wrong.pass_ == "forward" and local.reordered(name)):
             return name, wrong
     return None
 
@@ -127,6 +144,16 @@ def _children(local: Local, inside: str) -> list[str]:
     below = f"{inside}." if inside else ""
     names = [n for n in local.calls if n in local.pairs and n.startswith(below) and n != inside]
     return [n for n in names if not any(n.startswith(f"{o}.") for o in names if o != n)]
+
+
+def _same_sorted(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    pairs = [(t.flatten().sort().values, theirs.get(n)) for n, t in mine.items()]
+    return bool(pairs) and all(
+        other is not None
+        and other.numel() == own.numel()
+        and torch.allclose(own, other.flatten().sort().values, rtol=1e-9, atol=1e-12)
+        for own, other in pairs
+    )
 
 
 def _same_inputs(mine: Recorded, theirs: Recorded) -> bool:

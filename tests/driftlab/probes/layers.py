@@ -33,6 +33,32 @@ def call():
     return Recorded((x,), gradients={"": torch.randn(7, 5, generator=generator)})
 
 
+class Halves(nn.Module):
+    """A linear layer as two."""
+
+    def __init__(self, linear):
+        super().__init__()
+        sizes = [linear.out_features // 2, linear.out_features - linear.out_features // 2]
+        self.parts = nn.ModuleList(nn.Linear(linear.in_features, size) for size in sizes)
+        for part, weight, bias in zip(
+            self.parts, linear.weight.split(sizes), linear.bias.split(sizes), strict=True
+        ):
+            part.load_state_dict({"weight": weight, "bias": bias})
+
+    def forward(self, x):
+        return torch.cat([part(x) for part in self.parts], -1)
+
+
+def joined(mine="", theirs=""):
+    """The fold of ``Halves``, behind prefixes."""
+
+    def fold(tensors):
+        kinds = dict.fromkeys(n.rpartition(".")[2] for n in tensors)
+        return {f"{mine}{k}": torch.cat([tensors[f"{theirs}parts.{i}.{k}"] for i in (0, 1)]) for k in kinds}
+
+    return fold
+
+
 class Scaled(torch.autograd.Function):
     """Nothing, with a wrong gradient."""
 

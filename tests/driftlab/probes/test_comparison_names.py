@@ -8,7 +8,7 @@ from torch import nn
 
 from driftlab.probes.arithmetic import CannotRunError
 from driftlab.probes.comparison import compare
-from tests.driftlab.probes.layers import FAULTS, Layer, call
+from tests.driftlab.probes.layers import FAULTS, Halves, Layer, call, joined
 
 
 def compared(candidate, reference=None, given=None):
@@ -35,25 +35,11 @@ def test_an_output_that_no_gradient_came_back_to_does_not_count():
     assert (wrong[0].pass_, wrong[0].name) == ("forward", "used")
 
 
-class Halves(nn.Module):
-    def __init__(self, linear):
-        super().__init__()
-        self.parts = nn.ModuleList([nn.Linear(6, 2), nn.Linear(6, 3)])
-        for part, rows in zip(self.parts, (slice(0, 2), slice(2, 5)), strict=True):
-            part.load_state_dict({n: p[rows] for n, p in linear.state_dict().items()})
-
-    def forward(self, x):
-        return torch.cat([part(x) for part in self.parts], -1)
-
-
-def joined(tensors):
-    kinds = {n.rpartition(".")[2] for n in tensors}
-    return {f"mine.{k}": torch.cat([tensors[f"theirs.parts.{i}.{k}"] for i in (0, 1)]) for k in kinds}
-
-
 def test_weight_gradients_are_compared_under_the_names_of_the_reference():
     reference = nn.Linear(6, 5)
-    found = compare(reference, Halves(reference), call(), joined, prefixes=("mine", "theirs"))
+    found = compare(
+        reference, Halves(reference), call(), joined("mine.", "theirs."), prefixes=("mine", "theirs")
+    )
     named = [d.name for d in found.differences if d.pass_ == "weight gradient"]
     assert named == ["mine.weight", "mine.bias"]
     assert found.wrong() == found.narrow() == []

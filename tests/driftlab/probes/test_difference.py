@@ -96,3 +96,19 @@ def test_the_distance_against_counting_entry_by_entry(a, b):
     assert distance(mine, theirs) == pytest.approx(expected)
     assert distance(theirs, mine) == pytest.approx(expected)
     assert same_values(mine, theirs) == (expected == 0)
+
+
+def test_another_shape_is_no_rounding_and_no_overflow():
+    apart = dict.fromkeys(("float32", "float64", "shadow"), INF)
+    found = Difference("forward", "0", 1.0, apart, {"reference": 1e-7, "candidate": INF}, False)
+    assert found.excess("shadow") == INF
+    assert not found.overflows
+
+
+def test_a_gradient_that_is_nothing_but_rounding_is_measured_by_those_beside_it():
+    alone, beside = (
+        Difference("weight gradient", "bias", 1e-17, {"shadow": 1e-16}, {}, False, scale)
+        for scale in (0.0, 1.0)
+    )
+    assert alone.excess("shadow") > 1
+    assert beside.excess("shadow") == pytest.approx(1e-16 / (HALFWAY * 2**-53))

@@ -10,7 +10,7 @@ from torch import nn
 from driftlab.fold import FoldError
 from driftlab.probes.arithmetic import Recorded
 from driftlab.probes.integers import IntegerPair, operand_bits
-from tests.driftlab.probes.layers import Scaled, plain
+from tests.driftlab.probes.layers import Halves, Scaled, joined, plain
 
 
 class Linear(nn.Linear):
@@ -73,7 +73,11 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("make", [lambda cut: Linear(12, 5, cut=cut), lambda cut: Conv(4, 6, 3, cut=cut)])
+@pytest.mark.parametrize(
+    "make",
+    [lambda cut: Linear(12, 5, cut=cut), lambda cut: Conv(4, 6, 3, cut=cut)],
+    ids=["linear", "conv"],
+)
 @pytest.mark.parametrize("name", CUTS)
 def test_the_bits_that_a_kernel_keeps_of_its_operands_are_counted(name, make):
     cut, bits = CUTS[name]
@@ -147,32 +151,19 @@ def test_what_is_not_exact_in_integers_itself_is_not_asked(make):
     assert operand_bits(pair(mine, copy.deepcopy(mine)), given) in (None, 0)
 
 
-class Halves(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(12, 2), nn.Linear(12, 3)
-
-    def forward(self, x):
-        return torch.cat([self.first(x), self.second(x)], 1)
-
-
-def joined(tensors):
-    kinds = {n.rpartition(".")[2] for n in tensors}
-    return {k: torch.cat([tensors[f"{part}.{k}"] for part in ("first", "second")]) for k in kinds}
-
-
 def test_both_get_the_same_integers_through_the_fold_and_the_originals_keep_their_weights():
-    mine, theirs = nn.Linear(12, 5), Halves()
+    mine = nn.Linear(12, 5)
+    theirs, fold = Halves(mine), joined()
     before = mine.weight.detach().clone()
-    both = pair(mine, theirs, joined)
+    both = pair(mine, theirs, fold)
     both.set_weights(both.small)
-    folded = joined(dict(both.theirs.named_parameters()))
+    folded = fold(dict(both.theirs.named_parameters()))
     for name, parameter in both.mine.named_parameters():
         assert torch.equal(folded[name], parameter)
         assert torch.equal(parameter, parameter.round().clamp(-3, 3))
         assert parameter.any()
     assert torch.equal(mine.weight, before)
-    assert asked(mine, theirs, call(mine, 4, 12), joined).inexact == ()
+    assert asked(mine, theirs, call(mine, 4, 12), fold).inexact == ()
 
 
 def test_a_fold_without_a_way_back_is_refused():

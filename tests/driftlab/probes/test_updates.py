@@ -1,0 +1,199 @@
+"""Both optimizers on the same gradients: equal rules, other settings, late changes, fewer bits."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from driftlab.fold import find_fold
+from driftlab.probes.updates import THRESHOLD, wrong_update
+from driftlab.subject import Subject
+from tests.driftlab.probes.layers import Halves
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def split(model):
+    model[0] = Halves(model[0])
+    return model
+
+
+def sgd(module, **options):
+    return torch.optim.SGD(
+        module.parameters(), **({"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2} | options)
+    )
+
+
+def subject(own=sgd, other=None, rewrite=lambda m: m, reference=None):
+    reference = reference or network()
+    candidate = rewrite(copy.deepcopy(reference))
+    fold = find_fold(reference, candidate)
+    return Subject(reference, candidate, fold, F.cross_entropy, own, other or own)
+
+
+MAKES = {
+    "SGD": sgd,
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, weight_decay=1e-2, amsgrad=True),
+    "AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
+    "RMSprop": lambda m: torch.optim.RMSprop(m.parameters(), lr=1e-2, centered=True),
+    "NAdam": lambda m: torch.optim.NAdam(m.parameters()),
+}
+
+
+@pytest.mark.parametrize("in_shadow", [False, True], ids=["float64", "shadow"])
+@pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+def test_rules_that_act_entry_by_entry_move_a_split_layer_alike(make, in_shadow):
+    assert wrong_update(subject(make, rewrite=split), 8, in_shadow) is None
+
+
+class Seen(torch.optim.SGD):
+    """Plain descent that keeps the weights and gradients of its first step."""
+
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        self.first = [(p.detach().clone(), p.grad.clone()) for p in group["params"]]
+        return super().step(closure)
+
+
+def test_another_learning_rate_is_off_by_its_share_of_the_update():
+    kept = []
+    own = lambda m: kept.append(Seen(m.parameters(), lr=0.1)) or kept[0]  # noqa: E731
+    found = wrong_update(subject(own, lambda m: torch.optim.SGD(m.parameters(), lr=0.3)), 1)
+    expected = [float(0.2 * g.norm() / (w - 0.1 * g).norm()) for w, g in kept[0].first]
+    assert found.measured == pytest.approx(max(expected))
+    assert found.place.step == 0
+    assert found.place.pass_ == "update"
+    assert found.why.endswith("has lr 0.3 instead of 0.1")
+
+
+SETTINGS = {
+    "lr": {"lr": 0.1 * (1 + 1e-9)},
+    "momentum": {"momentum": 0.91},
+    "weight_decay": {"weight_decay": 0.0},
+    "dampening": {"dampening": 0.1},
+    "nesterov": {"nesterov": True},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_another_setting_is_named(name):
+    found = wrong_update(subject(other=lambda m: sgd(m, **SETTINGS[name])), 4)
+    assert found.measured > THRESHOLD
+    assert f"has {name} {SETTINGS[name][name]} instead of" in found.why
+    assert found.tensor.rpartition(".")[0] == found.place.module
+
+
+def grouped(module):
+    names = dict(module.named_parameters())
+    others = [p for n, p in names.items() if n != "3.weight"]
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2}
+    return torch.optim.SGD([{"params": others}, {"params": [names["3.weight"]], "lr": 0.05}], **settings)
+
+
+def test_a_group_of_other_settings_is_found_with_its_tensor():
+    found = wrong_update(subject(other=grouped), 3)
+    assert (found.tensor, found.place.module, found.place.step) == ("3.weight", "3", 0)
+    assert found.why == "3.weight has lr 0.05 instead of 0.1"
+
+
+def all_but_the_last(module):
+    return torch.optim.SGD(list(module.parameters())[:-1], lr=0.1, momentum=0.9, weight_decay=1e-2)
+
+
+def test_a_parameter_that_the_optimizer_was_not_given_is_found():
+    found = wrong_update(subject(other=all_but_the_last), 3)
+    assert found.tensor == "3.bias"
+    assert found.why == "3.bias is in no parameter group of the candidate's optimizer"
+    assert wrong_update(subject(all_but_the_last, sgd), 3).tensor == "3.bias"
+
+
+def test_another_optimizer_is_named():
+    both = (
+        lambda m, make=make: make(m.parameters(), lr=0.01) for make in (torch.optim.Adam, torch.optim.RMSprop)
+    )
+    assert wrong_update(subject(*both), 3).why == "the optimizers are Adam and RMSprop"
+
+
+class Late(torch.optim.SGD):
+    def __init__(self, parameters, start):
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.start, self.count = start, 0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] = 0.1 if self.count < self.start else 0.11
+        self.count += 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("start", [0, 1, 5])
+def test_a_change_is_found_at_the_step_where_it_sets_in(start):
+    late = lambda m: Late(m.parameters(), start)  # noqa: E731
+    both = subject(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), late)
+    assert wrong_update(both, 6).place.step == start
+    assert wrong_update(both, start) is None
+
+
+class Normed(torch.optim.SGD):
+    """By the norm of each tensor, as in LARS."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.grad = p.grad * (p.detach().norm() / p.grad.norm())
+        return super().step(closure)
+
+
+def test_a_rule_that_looks_at_whole_tensors_does_otherwise_once_one_is_split():
+    normed = lambda m: Normed(m.parameters(), lr=0.1)  # noqa: E731
+    assert wrong_update(subject(normed), 4) is None
+    found = wrong_update(subject(normed, rewrite=split), 4)
+    assert found.tensor.startswith("0.")
+    assert "looks at whole tensors" in found.why
+    assert all(f"0.parts.{i}." in found.why for i in (0, 1))
+
+
+class Narrow(torch.optim.SGD):
+    """Keeps its momentum in bfloat16."""
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        for state in self.state.values():
+            buffer = state["momentum_buffer"]
+            state["momentum_buffer"] = buffer.bfloat16().to(buffer.dtype)
+        return loss
+
+
+def test_a_state_in_fewer_bits_is_off_in_float64_and_not_in_shadow():
+    both = subject(sgd, lambda m: Narrow(m.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-2))
+    assert 1e-5 < wrong_update(both, 8).measured < 1e-2
+    assert wrong_update(both, 8, in_shadow=True) is None
+
+
+def test_frozen_parameters_are_left_out_on_both_sides():
+    reference = network()
+    reference[0].requires_grad_(False)
+    assert wrong_update(subject(reference=reference), 4) is None
+    found = wrong_update(subject(other=lambda m: sgd(m, lr=0.2), reference=reference), 4)
+    assert not found.tensor.startswith("0.")
+
+
+def test_the_networks_and_their_weights_are_left_as_they_were():
+    both = subject(other=lambda m: sgd(m, lr=0.2))
+    before = [copy.deepcopy(m.state_dict()) for m in (both.reference, both.candidate)]
+    wrong_update(both, 3)
+    for module, state in zip((both.reference, both.candidate), before, strict=True):
+        assert all(torch.equal(state[n], t) for n, t in module.state_dict().items())
+        assert all(p.grad is None for p in module.parameters())
+
+
+def test_weights_that_start_from_zero_decay_too():
+    reference = network()
+    nn.init.zeros_(reference[3].weight)
+    assert wrong_update(subject(other=lambda m: sgd(m, weight_decay=0.0), reference=reference), 1) is not None
