@@ -132,11 +132,19 @@ def first_wrong(local: Local) -> tuple[str, Difference] | None:
 
 
 def _first_wrong_child(local: Local, inside: str) -> tuple[str, Difference] | None:
-    for name in _children(local, inside):
+    """One that gives its channels in another order is taken last, and only where every part has its counterpart:
+    else what reads them may well expect that order.
+    """
+    children, reordered = _children(local, inside), None
+    for name in children:
         wrong = local.wrong(name) if local.aligned(name) else None
-        if wrong and not (wrong.pass_ == "forward" and local.reordered(name)):
+        if wrong and wrong.pass_ == "forward" and local.reordered(name):
+            reordered = reordered or (name, wrong)
+        elif wrong:
             return name, wrong
-    return None
+    below = f"{inside}." if inside else ""
+    complete = all(n in local.pairs for n in local.calls if n.startswith(below))
+    return reordered if complete else None
 
 
 def _children(local: Local, inside: str) -> list[str]:

@@ -1,9 +1,9 @@
 """Where two networks part whose modules cannot be paired: by the values that pass through them.
 
-A candidate built in another way, under other names, still has to come by what the reference's layers give. So
-the reference is run in float64, and every tensor that the candidate makes on the way is looked up, in whatever
-order and layout: number of entries, sum of absolute values, 2-norm. The first layer whose result the candidate
-never has, though it has what went into it, is where they part; backward likewise, from the loss.
+A candidate built in another way, under other names, still has to come by what the reference's layers give.
+So the reference is run in float64, and every tensor that the candidate makes on the way is looked up, in any
+order and layout: number of entries, sum of absolute values, 2-norm. The first layer whose result the
+candidate never has, though it has what went into it, is where they part; backward likewise, from the loss.
 """
 
 from __future__ import annotations
