@@ -14,6 +14,7 @@ from driftlab.diagnosis import sgd
 from driftlab.distance import named_leaves
 from driftlab.examination import Examination
 from driftlab.findings.determinism import ask_determinism
+from driftlab.findings.fewer import ask_fewer_samples
 from driftlab.findings.function import ask_function
 from driftlab.findings.precision import ask_precision
 from driftlab.findings.rewritten import ask_rewritten_modules
@@ -22,7 +23,14 @@ from driftlab.pair import Rewrite, the_pair
 from driftlab.subject import Subject
 from driftlab.verdict import Finding, Verdict
 
-_ASKED = (ask_determinism, ask_function, ask_same_start, ask_rewritten_modules, ask_precision)
+_ASKED = (
+    ask_determinism,
+    ask_function,
+    ask_fewer_samples,
+    ask_same_start,
+    ask_rewritten_modules,
+    ask_precision,
+)
 
 
 def assert_equivalent(

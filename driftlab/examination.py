@@ -8,6 +8,7 @@ from functools import cached_property
 from driftlab.probes.arithmetic import Recorded
 from driftlab.probes.comparison import Comparison, compare
 from driftlab.probes.locating import Local
+from driftlab.probes.same_start import Start, start_differences
 from driftlab.subject import Subject
 from driftlab.verdict import Evidence, Finding, Place, Verdict
 
@@ -42,6 +43,12 @@ class Examination:
     def local(self) -> Local:
         return self.subject.local(self.batch)
 
+    @cached_property
+    def start(self) -> list[Start]:
+        """What differs before any training."""
+        s = self.subject
+        return start_differences(s.reference, s.candidate, s.fold)
+
     @property
     def float64(self) -> bool:
         """Whether the candidate's float64 is float64: it runs, and keeps the bits."""
@@ -67,6 +74,7 @@ def examined(subject: Subject, batch: tuple[object, object]) -> Examination:
     """
     from driftlab.findings.bound import ask_bound
     from driftlab.findings.determinism import ask_determinism
+    from driftlab.findings.fewer import ask_fewer_samples
     from driftlab.findings.function import ask_function
     from driftlab.findings.precision import ask_precision
     from driftlab.findings.rewritten import ask_rewritten_modules
@@ -77,6 +85,7 @@ def examined(subject: Subject, batch: tuple[object, object]) -> Examination:
     for ask in (
         ask_determinism,
         ask_function,
+        ask_fewer_samples,
         ask_same_start,
         ask_rewritten_modules,
         ask_bound,

@@ -11,7 +11,7 @@ from driftlab.arm import Arm
 from driftlab.examination import examined
 from driftlab.findings.late import ask_excess, ask_last, ask_written_otherwise
 from driftlab.late import Snapshots
-from driftlab.pairs import window_pair
+from driftlab.pairs import evaluation_excess, window_pair
 from driftlab.probes.sizes import fewer_samples
 from driftlab.records import SeedRecord, read_json, read_table, write_json
 from driftlab.verdict import Finding, Verdict
@@ -49,11 +49,13 @@ def probed_later(experiment: Experiment, seed: int, built: Built, home: Path, re
     if not {"reference.float32", "candidate.float32"} <= set(arms):
         return []
     tables = (read_table(home / name) for name in ("curves.csv", "evaluations.csv"))
-    pair, excess = window_pair([SeedRecord(seed, *tables, record)], "candidate")
+    records = [SeedRecord(seed, *tables, record)]
+    pair, excess = window_pair(records, "candidate")
     if pair.probe == "float32_pair" and any(
         f["supports"] == Verdict.REDUCED_PRECISION for f in record["probes"]
     ):
         excess = None
+    excess = excess or (evaluation_excess(records) if record["float64"] else None)
     if subject.written_otherwise:
         found = ask_written_otherwise(subject, excess) if excess and excess.step else []
         return [f.as_dict() for f in found]

@@ -22,7 +22,7 @@ from rich.table import Table  # noqa: E402
 from driftlab.records import write_whole  # noqa: E402
 from experiments.calibration.bench import Outcome, confusion, run_case  # noqa: E402
 from experiments.calibration.case import all_cases  # noqa: E402
-from experiments.calibration.summary import HEADER, VERDICTS, as_csv, as_markdown, rates  # noqa: E402
+from experiments.calibration.summary import HEADER, VERDICTS, as_csv, as_markdown, rates, read_csv  # noqa: E402
 
 PUBLISHED = ROOT / "results" / "published" / "calibration"
 
@@ -37,7 +37,9 @@ def main() -> int:
     _show(outcomes)
     if not arguments.dry:
         command = f"python scripts/calibrate.py {shlex.join(arguments.words)}".strip()
-        write_whole(PUBLISHED / "README.md", as_markdown(outcomes, command))
+        first = PUBLISHED / "held_out_first.csv"
+        seen = read_csv(first.read_text()) if first.exists() else []
+        write_whole(PUBLISHED / "README.md", as_markdown(outcomes, command, seen))
         write_whole(PUBLISHED / "cases.csv", as_csv(outcomes))
         print(f"written to {PUBLISHED.relative_to(ROOT)}/")
     return 0

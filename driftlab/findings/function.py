@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from driftlab.distance import named_leaves
 from driftlab.evidence import HALFWAY
 from driftlab.examination import Examination
 from driftlab.findings.determinism import wavers
+from driftlab.findings.placing import other_weights, owner, placed
 from driftlab.findings.streams import drawn_otherwise
-from driftlab.lockstep import evaluation_mode
-from driftlab.probes.arithmetic import CannotRunError, run
+from driftlab.probes.arithmetic import run
 from driftlab.probes.comparison import Comparison
 from driftlab.probes.constants import rounded_constants
 from driftlab.probes.difference import Difference
-from driftlab.probes.locating import SAME_BORDERS, first_wrong, slightly_wrong
-from driftlab.probes.sizes import fewer_samples
-from driftlab.probes.tracing import parting
+from driftlab.probes.locating import first_wrong, slightly_wrong
 from driftlab.verdict import Evidence, Place, Verdict
 
 QUESTION = "Fed the same inputs, do both compute the same function, once rounding is taken away?"
@@ -27,124 +22,27 @@ NO_GRADIENT = 1e-6
 
 
 def ask_function(found: Examination) -> None:
-    """On the batch; and where nothing is wrong there, on fewer samples of it."""
-    _ask(found)
-    if found.comparable and not found.supports(Verdict.BUG) and not found.supports(Verdict.NONDETERMINISTIC):
-        _ask_fewer(found)
-
-
-FEWER = "On fewer samples than the batch holds, do both still compute the same function?"
-
-
-def _ask_fewer(found: Examination) -> None:
-    """Batches end in odd ones: three samples, and one, where the reference takes them."""
-    for size in (3, 1):
-        batch = fewer_samples(found.batch, size)
-        if batch is None:
-            continue
-        part = Examination(found.subject, batch)
-        try:
-            wrong = bool(part.network.wrong())
-        except CannotRunError as error:
-            _say_refused(found, batch, size, str(error))
-            continue
-        if wrong:
-            _ask(part)
-            bugs = [f for f in part.findings if f.evidence.supports is Verdict.BUG]
-            for finding in bugs[:1]:
-                reading = f"on {_samples(size)}: {finding.evidence.reading}"
-                found.add(
-                    replace(finding.evidence, probe="fewer_samples", question=FEWER, reading=reading),
-                    finding.place,
-                )
-                return
-
-
-def _samples(size: int) -> str:
-    return "one sample" if size == 1 else f"{size} samples"
-
-
-def _say_refused(found: Examination, batch: tuple[object, object], size: int, error: str) -> None:
-    """A candidate that raises on a size is loud about it; one that gives another shape is wrong."""
-    subject, mode = found.subject, "in eval mode"
-    shapes = []
-    for network in (subject.reference, subject.candidate):
-        try:
-            with evaluation_mode(network):
-                outputs = named_leaves(subject.call(network, batch[0]))
-        except Exception:  # whatever a stranger's forward raises: it refuses this size
-            break
-        shapes.append({name: tuple(t.shape) for name, t in outputs.items()})
-    if len(shapes) == 2 and shapes[0] != shapes[1]:
-        reading = (
-            f"on {_samples(size)} {mode}, the candidate's outputs have the shapes {shapes[1]}, not "
-            f"{shapes[0]}"
-        )
-        found.add(Evidence("fewer_samples", FEWER, None, None, Verdict.BUG, reading), Place("", "forward", 0))
-    elif len(shapes) == 1:
-        reading = f"the candidate takes no batch of {size}: {error}"
-        found.add(Evidence("fewer_samples", FEWER, None, None, None, reading))
-
-
-def _ask(found: Examination) -> None:
+    """On the batch, for the whole network and for every rewritten module."""
     network, wrong = found.network, found.network.wrong()
     located = first_wrong(found.local) if wrong else slightly_wrong(found.local)
     if wrong and drawn_otherwise(found, located):
         return
     if not wrong and located is None:
         return _same(found, network)
-    module, difference = located or (_owner(wrong), wrong[0])
+    module, difference = located or (owner(wrong), wrong[0])
     if (why := rounded_constants(found.subject, found.whole, wrong or [difference])) is not None:
         found.narrow_constants = True
         return _same(found, network, why)
     if wavers(found, module):
         return
-    place = Place(*_placed(found, module, difference), 0)
+    place = other_weights(found, difference) or Place(*placed(found, module, difference), 0)
+    # found on some samples of the batch alone: this training may come to it later
+    probe = "function" if wrong or found.local.wrong(module) else "fewer_samples"
     excess = min(excess_of(difference, network), 1e300) * HALFWAY
     found.add(
-        Evidence("function", QUESTION, excess, HALFWAY, Verdict.BUG, _wrong(difference, place, network)),
+        Evidence(probe, QUESTION, excess, HALFWAY, Verdict.BUG, _wrong(difference, place, network)),
         place,
     )
-
-
-def _owner(wrong: list[Difference]) -> str:
-    """The module whose gradients or buffers alone are wrong, though each of its calls is right.
-
-    A tie undone, statistics that miss one of two calls.
-    """
-    pass_ = wrong[0].pass_
-    owners = {d.name.rpartition(".")[0] for d in wrong if d.pass_ == pass_}
-    return owners.pop() if len(owners) == 1 and pass_ in ("weight gradient", "buffer") else ""
-
-
-def _placed(found: Examination, module: str, difference: Difference) -> tuple[str, str]:
-    """The place by pairs of modules, or a more exact one by the values on the way.
-
-    Values are asked where the pairs end at a module with others inside, or at one so far off that its borders
-    may have moved. A module that they accuse, and that is right by itself, was used wrongly: the fault is
-    around it.
-    """
-    subject, local, pass_ = found.subject, found.local, difference.pass_
-    whole = not module or next(subject.reference.get_submodule(module).children(), None) is not None
-    moved = pass_ == "forward" and not difference.relative < SAME_BORDERS
-    moved = moved and not (module and local.permuted(module))
-    asked = pass_ in ("forward", "input gradient", "weight gradient") and found.float64
-    parted = _parted(found) if asked and (whole or moved) else None
-    if parted is None or (parted[1] == "forward") != (pass_ == "forward"):
-        return module, pass_
-    name, where = parted
-    paired = name in local.pairs and bool(local.calls.get(name))
-    if paired and local.comparisons(name) and local.wrong(name) is None:
-        name = name.rpartition(".")[0]
-    inside = f"{module}." if module else ""
-    return (name, where) if moved or name.startswith(inside) else (module, pass_)
-
-
-def _parted(found: Examination) -> tuple[str, str] | None:
-    try:
-        return parting(found.subject.reference, found.subject.candidate, found.whole, found.subject.seed)
-    except Exception:  # a module that takes no hooks, or a kernel that cannot be watched
-        return None
 
 
 def excess_of(difference: Difference, network: Comparison) -> float:

@@ -123,7 +123,9 @@ CONFIRM = "Where the pair leaves its controls, do both differ on the same weight
 
 def ask_excess(snapshots: Snapshots, excess: Excess) -> list[Finding]:
     """What the excess of a pair over its controls comes from: a module, the update before it, or neither."""
-    if found := locate(snapshots, excess.step):
+    seldom_looked_at = excess.kind in ("buffer_distance", "eval_logit_distance")
+    step = snapshots.first_wrong(excess.step) if seldom_looked_at else excess.step
+    if found := locate(snapshots, step):
         return found
     if excess.moved:
         place = snapshots.moved_apart(excess.step)

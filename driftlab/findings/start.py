@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from driftlab.examination import Examination
 from driftlab.late import in_step
-from driftlab.probes.same_start import start_differences
 from driftlab.verdict import Evidence, Verdict
 
 QUESTION = "Do both start from the same weights, buffers, modes and trained parameters?"
@@ -17,8 +16,7 @@ def ask_same_start(found: Examination) -> None:
 
     Where it does not, the weights are written otherwise (a gain less one, a matrix times two).
     """
-    subject = found.subject
-    start = start_differences(subject.reference, subject.candidate, subject.fold)
+    start = found.start
     said = "; ".join(s.what for s in start[:8]) or "they do"
     shown = {d.pass_ for d in found.network.wrong()}
     grave = [s for s in start if s.supports is Verdict.BUG and _shows(s, shown)]

@@ -132,7 +132,9 @@ def first_wrong(local: Local) -> tuple[str, Difference] | None:
 
 
 def _first_wrong_child(local: Local, inside: str) -> tuple[str, Difference] | None:
-    """One that gives its channels in another order is taken last, and only where every part has its counterpart:
+    """The first in the order of execution that is given the right inputs and is wrong.
+
+    One that gives its channels in another order is taken last, and only where every part has its counterpart:
     else what reads them may well expect that order.
     """
     children, reordered = _children(local, inside), None
@@ -173,7 +175,7 @@ def _same_inputs(mine: Recorded, theirs: Recorded) -> bool:
     if [t.shape for t in own] != [t.shape for t in other]:
         return False
     return all(
-        float(relative_distance(b.double(), a.double())) < SAME_INPUTS
+        float(relative_distance(b.detach().double(), a.detach().double())) < SAME_INPUTS
         for a, b in zip(own, other, strict=True)
     )
 

@@ -14,6 +14,9 @@ from driftlab.verdict import Verdict
 from experiments.calibration.case import Case
 
 
+PLACED = (Verdict.BUG, Verdict.REDUCED_PRECISION, Verdict.NONDETERMINISTIC)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What the diagnosis of one case said, beside its label.
@@ -60,7 +63,7 @@ def run_case(case: Case) -> Outcome:
         str(case.labels[0]),
         verdict,
         right,
-        _placed(case, where) if right and case.modules else None,
+        _placed(case, where) if right and case.modules and verdict in PLACED else None,
         where.as_dict() if where else None,
         headline,
         round(time.perf_counter() - began, 2),

@@ -19,7 +19,7 @@ NAMES = {
     "sum": lambda a, b: (a + b).sum(),
     "mean": lambda a, b: (a * 1.0).mean() + b,
     "cat": lambda a, b: torch.cat([a.reshape(-1), b.reshape(-1)]),
-    "argmax": lambda a, b: (a + b).argmax(),
+    "argmax": lambda a, b: (a + b * 1.0).argmax(),
     "to": lambda a, b: a.to(b.dtype),
     "type_as": lambda a, b: b.type_as(a) + 1,
     "python number": lambda a, b: 2 * a + 0.5,

@@ -166,3 +166,13 @@ def test_the_seed_is_that_of_every_repetition():
 def test_what_does_not_run_is_said():
     with pytest.raises(CannotRunError, match="RuntimeError"):
         repeats(network(Layer(lambda x: x.view(7, -1))), batch())
+
+
+def test_the_network_and_its_batch_are_left_as_they_were():
+    x, y = torch.randn(5, 6), torch.randint(3, (5,))
+    written, whole_batch = network(Drifting()), whole_network(whole, F.cross_entropy, x, y)
+    written.insert(0, nn.ReLU(inplace=True))
+    before = x.clone()
+    assert repeats(written, whole_batch) is not None
+    assert torch.equal(x, before)
+    assert written[2].seen.tolist() == [1, 1, 1]

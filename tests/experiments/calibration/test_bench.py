@@ -11,7 +11,7 @@ import torch
 
 from experiments.calibration.bench import Outcome, confusion, run_case
 from experiments.calibration.case import all_cases
-from experiments.calibration.summary import as_csv, as_markdown
+from experiments.calibration.summary import as_csv, as_markdown, read_csv
 
 CASES = {case.name: case for case in all_cases()}
 
@@ -78,3 +78,10 @@ def test_what_was_wrong_is_counted_and_shown():
     assert all(name in wrong for name in ("misplaced", "missed", "accused"))
     assert "either" not in wrong
     assert as_csv(outcomes).count("\n") == 6
+    assert sorted(o.name for o in read_csv(as_csv(outcomes))) == sorted(o.name for o in outcomes)
+
+
+def test_what_the_held_out_cases_gave_at_first_sight_stays_on_the_page():
+    first = [outcome("unseen", "bug", "round_off", False, held_out=True)]
+    page = as_markdown([outcome("right", "bug", "bug", True, True)], "command", read_csv(as_csv(first)))
+    assert "| held out | 0 of 1 (0.0 %) | 0 of 0 | 0 of 0 | 1 of 1 (100.0 %) |" in page
