@@ -7,7 +7,6 @@ belongs to one arm and needs no second name.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -16,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+
+from driftlab.copying import copied
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 ROLES = ("reference", "candidate", "control")
@@ -143,7 +144,7 @@ def grow(
         for role in (r for r in ROLES if r in set(roles) | {"reference"}):
             if role == "candidate" and dtype == "float64" and not float64_candidate:
                 continue
-            module = copy.deepcopy(candidate if role == "candidate" else reference)
+            module = copied(candidate if role == "candidate" else reference)
             # a candidate may keep some weights in fewer bits: in float32 they stay as they are
             keep = role == "candidate" and dtype == "float32"
             module = module.to(device=device) if keep else module.to(device=device, dtype=DTYPES[dtype])

@@ -75,6 +75,18 @@ KINDS: Mapping[str, Callable[[Arm], dict[str, Tensor]]] = {
 }
 
 
+def moves_only(fold: Callable, numbered: Mapping[str, Tensor], numbers: Tensor) -> bool:
+    """Whether a fold puts entries in other places and computes nothing, seen by serial numbers from 1.
+
+    What adds or scales does not give the squares of its own results, what multiplies or drops signs does not
+    give them less a constant; a zero that is filled in is no serial.
+    """
+    squares = flat(fold({name: t * t for name, t in numbered.items()}).values())
+    below = flat(fold({name: 0.5 - t for name, t in numbered.items()}).values())
+    same = torch.equal(squares, numbers * numbers) and torch.equal(below, 0.5 - numbers)
+    return same and bool((numbers > 0).all())
+
+
 class Layout:
     """How an arm's tensors of one kind become one vector in the reference's order.
 
@@ -96,9 +108,7 @@ class Layout:
         folded = arm.fold(numbered)
         self.names = list(folded)
         numbers = flat(folded.values())
-        # what adds or scales does not give the squares of its own results; a zero filled in is no serial
-        squares = flat(arm.fold({name: t * t for name, t in numbered.items()}).values())
-        self.moves = torch.equal(squares, numbers * numbers) and bool((numbers > 0).all())
+        self.moves = moves_only(arm.fold, numbered, numbers)
         self.order = numbers.long() - 1
         # weights are updated in place, so views of them stay valid; gradients, and some buffers, come anew
         still = kind == "weight" and all(t.is_contiguous() for t in tensors.values())

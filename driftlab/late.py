@@ -6,7 +6,6 @@ the fold. Then the probes of one step serve again, with no drift in between.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from driftlab.arm import Arm
+from driftlab.copying import copied
 from driftlab.distance import relative_distance
 from driftlab.examination import Examination
 from driftlab.lockstep import step_seed
@@ -73,7 +73,7 @@ class Snapshots:
 
 
 def _copied(module: nn.Module) -> nn.Module:
-    twin = copy.deepcopy(module)
+    twin = copied(module)
     twin.zero_grad(set_to_none=True)
     return twin
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
+from torch import Tensor, nn
 
 Sources = Callable[[str], frozenset[str]]
 
@@ -77,23 +77,36 @@ def is_rewritten(mine: nn.Module, theirs: nn.Module) -> bool:
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_WEIGHT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+# What every module has, and what the networks' own state is told by elsewhere.
+_OWN = {
+    "training",
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_is_full_backward_hook",
+}
 
 
 def _differs(a: nn.Module, b: nn.Module) -> bool:
-    if (
-        type(a) is not type(b)
-        or a.training != b.training
-        or ("forward" in vars(b) and "forward" not in vars(a))
-    ):
+    if type(a) is not type(b) or a.training != b.training:
         return True
     if any(len(getattr(a, h, ())) != len(getattr(b, h, ())) for h in _HOOKS):
         return True
-    if any(p._backward_hooks for p in b.parameters(recurse=False)):
-        return True
-    return _settings(a) != _settings(b)
+    return _hooked(a) != _hooked(b) or _settings(a) != _settings(b)
 
 
-def _settings(module: nn.Module) -> dict[str, str]:
-    """Its own plain attributes, as text: numbers, strings, flags, tuples of them."""
-    plain = bool | int | float | str | tuple | type(None)
-    return {k: repr(v) for k, v in vars(module).items() if isinstance(v, plain) and k != "training"}
+def _hooked(module: nn.Module) -> list[int]:
+    """How many hooks each of its own parameters has."""
+    own = module.parameters(recurse=False)
+    return [sum(len(getattr(p, h, None) or ()) for h in _WEIGHT_HOOKS) for p in own]
+
+
+def _settings(module: nn.Module) -> dict[str, object]:
+    """Its own attributes, as far as two of them can be compared: what is code by itself, the rest as text."""
+    return {
+        name: value if callable(value) else repr(value)
+        for name, value in vars(module).items()
+        if name not in _OWN and "hooks" not in name and not isinstance(value, Tensor | nn.Module)
+    }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
+from driftlab.copying import copied
 from driftlab.fold import Fold, FoldError, find_fold
 
 Rewrite = Callable[[nn.Module], nn.Module]
@@ -23,7 +23,7 @@ def the_pair(
     """Copies of both in float32, and the fold between them. Raises DiagnoseError where there are not two."""
     if not isinstance(reference, nn.Module):
         raise DiagnoseError(f"reference is a {type(reference).__name__}: give a torch.nn.Module")
-    reference = copy.deepcopy(reference)
+    reference = copied(reference)
     candidate, rewrite = _candidate(reference, candidate)
     kept = next((p.dtype for p in reference.parameters() if p.is_floating_point()), torch.float32)
     if kept != torch.float32:  # both dtypes are looked at anyway, from the same weights
@@ -46,13 +46,13 @@ def _in_its_own_mode(network: nn.Module) -> None:
 
 def _candidate(reference: nn.Module, candidate: nn.Module | Rewrite) -> tuple[nn.Module, Rewrite | None]:
     if isinstance(candidate, nn.Module):
-        return copy.deepcopy(candidate), None
+        return copied(candidate), None
     if not callable(candidate):
         raise DiagnoseError(
             f"candidate is a {type(candidate).__name__}: give a torch.nn.Module, or a function model -> model"
         )
     try:
-        made = candidate(copy.deepcopy(reference))
+        made = candidate(copied(reference))
     except Exception as error:
         raise DiagnoseError(f"candidate(model) raised {type(error).__name__}: {_one_line(error)}") from error
     if not isinstance(made, nn.Module):

@@ -12,7 +12,6 @@ trip through numpy) raises, or leaves the rounding of that piece in the result.
 
 from __future__ import annotations
 
-import copy
 import sys
 from contextlib import ExitStack, contextmanager
 
@@ -21,9 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from driftlab.shadow_tensor import HALVES, WIDE, Bits, Shadow, run_operation
-
-_IN_PLACE_COPIES = {torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
+from driftlab.copying import carry_hooks, copied
+from driftlab.shadow_tensor import HALVES, WIDE, Bits, Shadow, is_view, run_operation
 
 
 class _Arithmetic(TorchDispatchMode):
@@ -42,7 +40,7 @@ class _Arithmetic(TorchDispatchMode):
         return False  # to skip it, torch would import it first: two seconds
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.nudge is not None and func not in _IN_PLACE_COPIES:
+        if self.nudge is not None and not func._schema.is_mutable and not is_view(func):
             args, kwargs = pytree.tree_map_only(Tensor, self._nudged, (args, kwargs or {}))
         return run_operation(func, args, kwargs or {})
 
@@ -87,12 +85,13 @@ def _eager():
 
 def shadowed(module: nn.Module) -> nn.Module:
     """A copy of ``module`` with its floating parameters and buffers held in float64; ties are kept."""
-    twin, made = copy.deepcopy(module), {}
+    twin, made = copied(module), {}
     for part in twin.modules():
         for table in (part._parameters, part._buffers):
             for name, tensor in table.items():
                 if tensor is not None and tensor.dtype in WIDE:
                     table[name] = made.setdefault(id(tensor), _leaf(tensor))
+                    carry_hooks(tensor, table[name])
         _flatten_again(part)
     return twin
 

@@ -46,22 +46,45 @@ class Shadow(Tensor):
 
 
 # Rounding to a grid is the identity here: fake quantisation is precision, not function.
-_GRIDS = {
-    _aten.round.default: lambda t, *_, **__: t,
-    _aten.round.decimals: lambda t, *_, **__: t,
-    _aten.fake_quantize_per_tensor_affine_cachemask.default: lambda t, *_, **__: (
-        t,
-        torch.ones_like(t, dtype=torch.bool),
-    ),
-}
+_ROUND = (_aten.round.default, _aten.round.decimals)
+_ROUND_IN_PLACE = (_aten.round_.default, _aten.round_.decimals)
+_GRIDS = (
+    *_ROUND,
+    _aten.fake_quantize_per_tensor_affine_cachemask.default,
+    _aten.fake_quantize_per_channel_affine_cachemask.default,
+)
 # torch's own kernel holds its 1/6 in float32, in float64 too.
 _EXACT = {
     _aten.hardsigmoid_backward.default: lambda g, x: torch.where(
         (x > -3) & (x < 3), g / 6, torch.zeros_like(g)
     ),
 }
+_RANDOM = {
+    getattr(getattr(_aten, name), overload)
+    for name in (
+        "rand",
+        "rand_like",
+        "randn",
+        "randn_like",
+        "uniform_",
+        "uniform",
+        "normal_",
+        "normal",
+        "bernoulli_",
+        "bernoulli",
+        "exponential_",
+        "log_normal_",
+        "cauchy_",
+        "geometric_",
+    )
+    for overload in getattr(_aten, name).overloads()
+    if "out" not in overload
+}
 _BITWISE = {"bitwise_and", "bitwise_or", "bitwise_xor", "__rshift__", "__lshift__", "__and__", "__or__"}
-_BITWISE |= {"bitwise_left_shift", "bitwise_right_shift", "add", "sub"}
+_BITWISE |= {f"{name}_" for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "add", "sub")}
+_BITWISE |= {"bitwise_left_shift", "bitwise_right_shift", "add", "sub", "detach", "alias", "clone"}
+# Half of the coarsest step in use (eight bits): what moves a value by more has done something else to it.
+_ROUNDED = 2.0**-5
 
 
 class Bits(Tensor):
@@ -87,6 +110,9 @@ class Bits(Tensor):
 
 
 def run_operation(func, args: tuple, kwargs: dict):
+    """One operation of torch, on what shadows hold; its floating results are shadows."""
+    if func in _ROUND_IN_PLACE and isinstance(args[0], Shadow):
+        return args[0]
     if func in _GRIDS and isinstance(args[0], Tensor):
         return _rounded(func, args)
     if func is _aten.view.dtype and isinstance(args[0], Shadow | Bits):
@@ -94,23 +120,53 @@ def run_operation(func, args: tuple, kwargs: dict):
     leaves, spec = pytree.tree_flatten((args, kwargs))
     if any(isinstance(leaf, Bits) for leaf in leaves):
         return _on_bits(func, leaves, spec)
-    said = _said(leaves, kwargs)
-    inner = [_inner(leaf, func) for leaf in leaves]
-    args_in, kwargs_in = _rebuilt(inner, spec)
-    out = _EXACT.get(func, func)(*args_in, **kwargs_in)
+    if is_view(func) and not any(isinstance(leaf, Shadow) for leaf in leaves):
+        return func(*args, **kwargs)  # of a plain tensor: what is written through it must arrive there
+    said = _said(leaves)
+    inner = [_inner(leaf) for leaf in leaves]
+    out = _drawn(func, inner, spec, said) if func in _RANDOM else _computed(func, inner, spec)
     if func is _aten._to_copy.default and isinstance(args[0], Shadow):
         # a cast that changes the name only must still be a tensor of its own
         out = out.clone() if out is args[0].held else out
-    _written_back(leaves, inner)
+    if torch.Tag.inplace_view in func.tags:
+        with torch._C._DisableTorchDispatch():
+            func(*args, **kwargs)  # the shadow's own shape, beside that of what it holds
+    _written_back(func, leaves, inner, spec)
     known = {id(i): leaf for i, leaf in zip(inner, leaves, strict=True) if isinstance(leaf, Shadow)}
     return pytree.tree_map_only(Tensor, lambda t: _named(t, known, said), out)
+
+
+def _computed(func, inner: list, spec):
+    args, kwargs = _rebuilt(inner, spec)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # what integers, and numbers written down, become
+    try:
+        return _EXACT.get(func, func)(*args, **kwargs)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _drawn(func, inner: list, spec, said: torch.dtype):
+    """Random numbers as the code's own dtype draws them: float64 draws others from the same seed."""
+    if said is torch.float64:
+        return _computed(func, inner, spec)
+    own = [
+        leaf.to(said) if isinstance(leaf, Tensor) and leaf.dtype is torch.float64 else leaf for leaf in inner
+    ]
+    own = [said if leaf is torch.float64 else leaf for leaf in own]
+    args, kwargs = _rebuilt(own, spec)
+    drawn = func(*args, **kwargs)
+    if func._schema.is_mutable:
+        _rebuilt(inner, spec)[0][0].copy_(drawn)
+        return _rebuilt(inner, spec)[0][0]
+    return drawn
 
 
 def _rebuilt(leaves: list, spec) -> tuple:
     return pytree.tree_unflatten(leaves, spec)
 
 
-def _inner(leaf: object, func) -> object:
+def _inner(leaf: object) -> object:
     """What an operation is given in place of an argument."""
     if isinstance(leaf, Shadow):
         return leaf.held
@@ -121,14 +177,29 @@ def _inner(leaf: object, func) -> object:
     return leaf
 
 
-def _written_back(leaves: list, inner: list) -> None:
-    """A plain tensor that an operation changed in place was replaced by a wider one: give it the values."""
-    for leaf, wide in zip(leaves, inner, strict=True):
-        if isinstance(leaf, Tensor) and not isinstance(leaf, Shadow) and wide is not leaf and wide._version:
-            leaf.copy_(wide)
+def _written_back(func, leaves: list, inner: list, spec) -> None:
+    """A plain tensor that an operation changes in place was replaced by a wider one: give it the values."""
+    if not func._schema.is_mutable:
+        return
+    args, kwargs = _rebuilt(leaves, spec)
+    wide, wide_kwargs = _rebuilt(inner, spec)
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        by_place = number < len(args)
+        leaf = args[number] if by_place else kwargs.get(argument.name)
+        value = wide[number] if by_place else wide_kwargs.get(argument.name)
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Shadow) and value is not leaf:
+            leaf.copy_(value)
 
 
-def _said(leaves: list, kwargs: dict) -> torch.dtype:
+def is_view(func) -> bool:
+    """Whether what an operation returns lies in the memory of an argument, and nothing is written."""
+    returned = [r.alias_info for r in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
+def _said(leaves: list) -> torch.dtype:
     """The dtype that results say they have: what was asked for, else the promoted one of the arguments."""
     asked = [leaf for leaf in leaves if isinstance(leaf, torch.dtype) and leaf in WIDE]
     if asked:
@@ -149,6 +220,9 @@ def _named(tensor: Tensor, known: dict[int, Shadow], said: torch.dtype) -> Tenso
     if tensor.dtype not in WIDE or isinstance(tensor, Shadow):
         return tensor
     wide = tensor.to(WIDE[tensor.dtype])
+    if wide.is_complex():  # a conjugate that is one by its flag alone, which a shadow has not
+        wide = wide.resolve_conj()
+    wide = wide.resolve_neg()
     return Shadow(wide, _as_kind(said, wide.dtype))
 
 
@@ -166,16 +240,21 @@ def _rounded(func: Callable, args: tuple):
     if not isinstance(tensor, Shadow):
         return func(*args)
     same = Shadow(tensor.held.clone(), tensor.dtype)
-    if func in (_aten.round.default, _aten.round.decimals):
+    if func in _ROUND:
         return same
     return same, torch.ones_like(tensor.held, dtype=torch.bool)
 
 
 def _reinterpreted(tensor: Shadow | Bits, dtype: torch.dtype) -> Tensor:
+    """Bits that come back as a number near the one they were took a rounding; else they are a new number."""
     if isinstance(tensor, Bits):
-        if dtype.is_floating_point:
-            return Shadow(tensor.source.held.clone(), dtype)
-        return tensor
+        if not dtype.is_floating_point:
+            return Bits(tensor.bits.view(dtype), tensor.source)
+        value, source = tensor.bits.view(dtype).double(), tensor.source.held
+        if value.shape != source.shape:
+            return Shadow(value, dtype)
+        near = (value - source).abs() <= _ROUNDED * source.abs()
+        return Shadow(torch.where(near, source, value), dtype)
     if dtype.is_floating_point:
         return Shadow(tensor.held.clone(), dtype)
     return Bits(tensor.held.to(tensor.dtype).view(dtype), tensor)
@@ -186,6 +265,6 @@ def _on_bits(func, leaves: list, spec):
     plain = [leaf.bits if isinstance(leaf, Bits) else leaf for leaf in leaves]
     args, kwargs = _rebuilt(plain, spec)
     out = func(*args, **kwargs)
-    if isinstance(out, Tensor) and func._opname.rstrip("_") in _BITWISE and out.shape == source.shape:
+    if isinstance(out, Tensor) and func._opname in _BITWISE and out.shape == source.shape:
         return Bits(out, source)
     return out

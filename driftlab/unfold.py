@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from driftlab.distance import flat
+from driftlab.distance import flat, moves_only
 from driftlab.fold_layout import FoldError
 
 Fold = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
@@ -31,8 +31,7 @@ class Unfold:
         }
         folded = fold(numbered)
         numbers = flat(folded.values())
-        squares = flat(fold({name: t * t for name, t in numbered.items()}).values())
-        if not torch.equal(squares, numbers * numbers) or not bool((numbers > 0).all()):
+        if not moves_only(fold, numbered, numbers):
             raise FoldError("the fold computes with its tensors, so it cannot be reversed")
         self.names = list(folded)
         self.order = numbers.long() - 1
@@ -72,7 +71,8 @@ def put_weights(
     mine = floating_tensors(reference, prefixes[0], buffers=False)
     theirs = floating_tensors(candidate, prefixes[1], buffers=False)
     unfold = Unfold(fold, theirs)
-    if set(mine) != set(unfold.names) or len(unfold.order) != sum(t.numel() for t in theirs.values()):
+    once = len(unfold.order.unique()) == len(unfold.order) == sum(t.numel() for t in theirs.values())
+    if set(mine) != set(unfold.names) or not once:
         raise FoldError("not every weight of the two modules has its place in the other")
     for name, tensor in mine.items():
         tensor.copy_(values(name, tensor))

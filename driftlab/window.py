@@ -8,7 +8,6 @@ since a rewrite rounds otherwise at every step.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from driftlab.arm import DTYPES, Arm, nudge, nudge_all, unfolded
+from driftlab.copying import copied
 from driftlab.distance import Folded, outputs_as_vector, relative_distance
 from driftlab.lockstep import Lockstep, cast, evaluation_mode, seed_random_layers
 from driftlab.records import Row, SeedRecord
@@ -111,7 +111,7 @@ class Window:
         return arms
 
     def _arm(self, role: str, dtype: str, module: nn.Module) -> Arm:
-        s, twin = self.subject, copy.deepcopy(module)
+        s, twin = self.subject, copied(module)
         # a candidate may keep some weights in fewer bits: those are its own
         twin = twin if dtype == "float32" and role == "candidate" else twin.to(DTYPES[dtype])
         make = s.candidate_optimizer if role == "candidate" else s.optimizer

@@ -7,7 +7,6 @@ which vanishes there, from a difference in the function, which stays.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from driftlab.copying import copied
 from driftlab.distance import named_leaves
 from driftlab.lockstep import cast, evaluation_mode, seed_random_layers
 from driftlab.shadow import held, shadow, shadow_arithmetic, shadowed
@@ -60,8 +60,8 @@ def in_arithmetic(module: nn.Module, arithmetic: str) -> nn.Module:
     if arithmetic == "shadow":
         return shadowed(module)
     if arithmetic == "float32":
-        return copy.deepcopy(module)
-    wide = copy.deepcopy(module).double()
+        return copied(module)
+    wide = copied(module).double()
     return shadowed(wide) if arithmetic == "shadow64" else wide
 
 
@@ -137,6 +137,16 @@ def _fresh(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[t
 
 def _copied(values: object) -> object:
     return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad else t, values)
+
+
+def own_inputs(recorded: Recorded) -> tuple[tuple, dict]:
+    """The arguments as tensors of their own: a network may write into its batch."""
+
+    def own(tensor: Tensor) -> Tensor:
+        leaf = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return leaf.clone() if leaf.requires_grad else leaf  # a leaf must not be written into
+
+    return pytree.tree_map_only(Tensor, own, (recorded.args, recorded.kwargs))
 
 
 def _backward(outputs: object, recorded: Recorded, arithmetic: str) -> None:

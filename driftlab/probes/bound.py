@@ -7,13 +7,13 @@ values gives |W| * |x|, one over ones gives K; their backward passes give the sa
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from driftlab.copying import copied
 from driftlab.evidence import UNIT_ROUND_OFF
 from driftlab.probes.arithmetic import Passes, Recorded, run
 
@@ -83,7 +83,7 @@ def _part(a: Tensor, b: Tensor, sums: Tensor, terms: Tensor) -> tuple[float, flo
 
 
 def _changed(module: nn.Module, change) -> nn.Module:
-    twin = copy.deepcopy(module)
+    twin = copied(module)
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.copy_(change(parameter))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor, nn
 
 from driftlab.evidence import HALFWAY_BITS
 from driftlab.probes.arithmetic import CannotRunError, Passes, Recorded, run
-from driftlab.probes.difference import PASSES, Difference, distance, same_values
+from driftlab.probes.difference import PASSES, Difference, distance, finite_norm, same_values
 
 Fold = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 
@@ -47,7 +46,7 @@ class Comparison:
             return True
         if "shadow" in self.ran:
             if d.excess("shadow") > 1:
-                return True
+                return not d.stored_in_float32
             return "shadow64" in self.ran and d.excess("shadow64") > 1 and d.excess("float64") > 1
         return d.excess("float64") > 1
 
@@ -154,4 +153,4 @@ def _difference(pass_: str, name: str, truth: Tensor, pairs: dict) -> Difference
     if "float32" in pairs and len(pairs) > 1:
         mine, theirs = pairs["float32"]
         errors = {"reference": distance(mine[name], truth), "candidate": distance(theirs[name], truth)}
-    return Difference(pass_, name, float(torch.linalg.vector_norm(truth)), apart, errors, same)
+    return Difference(pass_, name, finite_norm(truth), apart, errors, same)

@@ -6,11 +6,10 @@ that moves the result is what rounding the constants once makes of it.
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import nn
 
+from driftlab.copying import copied
 from driftlab.probes.arithmetic import CannotRunError, Passes, Recorded, run
 from driftlab.probes.difference import Difference, distance
 from driftlab.subject import Subject
@@ -25,7 +24,7 @@ TRIALS = 3
 
 def rounded_constants(subject: Subject, whole: Recorded, wrong: list[Difference]) -> str | None:
     """What explains ``wrong``, in words; None where stored constants do not."""
-    if any(not d.relative < LARGEST or d.overflows or d.excess("shadow") <= 1 for d in wrong):
+    if not wrong or any(not d.relative < LARGEST or d.overflows or d.excess("shadow") <= 1 for d in wrong):
         return None  # too large, or not in the float32 path
     explained = [role for role in ("candidate", "reference") if _explains(subject, role, whole, wrong)]
     if not explained:
@@ -66,7 +65,7 @@ def _own_names(subject: Subject, role: str) -> list[str]:
 
 def _moved(module: nn.Module, names: list[str], whole: Recorded, seed: int, trial: int) -> Passes:
     """A run with each constant, and each of the tensors ``names``, moved by one unit in the last place."""
-    twin, generator = copy.deepcopy(module), torch.Generator().manual_seed(trial)
+    twin, generator = copied(module), torch.Generator().manual_seed(trial)
     for name in names:
         prefix, _, key = name.rpartition(".")
         tensor = getattr(twin.get_submodule(prefix), key)

@@ -6,16 +6,16 @@ The gate before all else: where it does not, no later difference means anything.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from driftlab.copying import copied
 from driftlab.distance import named_leaves
 from driftlab.lockstep import seed_random_layers
-from driftlab.probes.arithmetic import Passes, Recorded, run
+from driftlab.probes.arithmetic import Passes, Recorded, own_inputs, run
 from driftlab.probes.difference import PASSES, distance, same_values
 
 # A fault that strikes in one run of eight slips through four repetitions in three cases of five; the window's
@@ -82,7 +82,7 @@ def _where(network: nn.Module, whole: Recorded, seed: int, mode: str) -> str | N
 
 def _outputs(network: nn.Module, whole: Recorded, seed: int, mode: str) -> list[tuple[str, list[Tensor]]]:
     """The floating outputs of every call of every module, in the order in which the calls ended."""
-    network, seen = copy.deepcopy(network), []
+    network, seen = copied(network), []
     if mode == "eval":
         network.eval()
 
@@ -97,5 +97,5 @@ def _outputs(network: nn.Module, whole: Recorded, seed: int, mode: str) -> list[
             module.register_forward_hook(keep(name))
     seed_random_layers(seed)
     with torch.no_grad():
-        whole.call(network, whole.args, whole.kwargs)
+        whole.call(network, *own_inputs(whole))
     return seen

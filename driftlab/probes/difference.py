@@ -59,6 +59,15 @@ class Difference:
         return 0.0 if apart == 0 else apart / allowed if allowed else math.inf
 
     @property
+    def stored_in_float32(self) -> bool:
+        """A difference that float32 would have to show, and does not: what one stores the other rounds alike.
+
+        Only of differences of more than four units in the last place of float32; smaller ones it may swallow.
+        """
+        shown, exact = self.apart.get("float32", math.inf), self.apart.get("shadow", 0.0)
+        return self.relative > 2.0**-22 and shown < exact / 8
+
+    @property
     def relative(self) -> float:
         """The difference in the function, relative to the reference's quantity."""
         apart = self.apart.get("shadow", self.apart.get("float64", 0.0))
@@ -84,6 +93,11 @@ class Difference:
 
 def same_values(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def finite_norm(a: Tensor) -> float:
+    """‖a‖₂ over the finite entries."""
+    return float(torch.linalg.vector_norm(torch.where(a.isfinite(), a, torch.zeros_like(a))))
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -7,13 +7,13 @@ spread of the outputs over many seeds.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from driftlab.copying import copied
 from driftlab.distance import flat, named_leaves
 from driftlab.lockstep import seed_random_layers
 from driftlab.probes.arithmetic import Recorded
@@ -48,9 +48,9 @@ def same_distribution(mine: nn.Module, theirs: nn.Module, call: Recorded) -> Dra
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(_DIRECTIONS, ours.shape[1], generator=generator, dtype=torch.float64)
     directions = torch.cat([directions, centre[None]]).to(ours.device)
-    sigmas = 0.0
+    sigmas, size = 0.0, ours.abs().mean() * directions.abs().mean() * ours.shape[1] ** 0.5
     for statistic in _statistics(centre, directions):
-        sigmas = max(sigmas, _apart(statistic(ours), statistic(others)))
+        sigmas = max(sigmas, _apart(statistic(ours), statistic(others), size))
     return Draws(sigmas, sigmas <= SIGMAS)
 
 
@@ -60,18 +60,18 @@ def _statistics(centre: Tensor, directions: Tensor) -> list[Callable[[Tensor], T
     return [*projected, *squared, lambda draws: ((draws - centre) ** 2).sum(1)]
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
-    """The difference of two means in its standard errors (Welch)."""
+def _apart(a: Tensor, b: Tensor, size: Tensor) -> float:
+    """The difference of two means in its standard errors (Welch); 0 where it is no more than rounding."""
     error = (a.var() / len(a) + b.var() / len(b)).sqrt()
     apart = (a.mean() - b.mean()).abs()
-    floor = 1e-9 * (a.abs().mean() + b.abs().mean())  # both constant: rounding is no difference
+    floor = 1e-5 * size
     return 0.0 if bool(apart <= floor) else float(apart / error) if bool(error > 0) else float("inf")
 
 
 @torch.no_grad()
 def _outputs(module: nn.Module, call: Recorded, seeds: Iterable[int]) -> list[Tensor]:
     """One call after the other of the same copy: it may keep a generator of its own."""
-    twin, found = copy.deepcopy(module), []
+    twin, found = copied(module), []
     for seed in seeds:
         args, kwargs = torch.utils._pytree.tree_map_only(
             Tensor, lambda t: t.detach().clone(), (call.args, call.kwargs)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from driftlab.copying import copied
 from driftlab.distance import named_leaves
 from driftlab.lockstep import seed_random_layers
-from driftlab.probes.arithmetic import Recorded
+from driftlab.probes.arithmetic import Recorded, own_inputs
 
 # A module that is called again and again (a recurrent cell) is kept at its first calls and its last.
 FIRST_CALLS = 2
@@ -22,12 +22,12 @@ def record(network: nn.Module, whole: Recorded, seed: int = 0) -> dict[str, list
 
     Calls that no gradient came back to are kept where a module has no others (a frozen part).
     """
-    network, calls, order = copy.deepcopy(network), {}, []
+    network, calls, order = copied(network), {}, []
     for name, module in network.named_modules():
         if name and not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
             _watch(module, name, calls, order)
     seed_random_layers(seed)
-    whole.loss(whole.call(network, whole.args, whole.kwargs), "float32").backward()
+    whole.loss(whole.call(network, *own_inputs(whole)), "float32").backward()
     kept = {name: _chosen(calls.get(name, [])) for name in order}
     return {name: found for name, found in kept.items() if found}
 

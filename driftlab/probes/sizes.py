@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from driftlab.copying import copied
 from driftlab.distance import named_leaves
 from driftlab.lockstep import seed_random_layers
 from driftlab.probes.arithmetic import Recorded
@@ -61,7 +61,7 @@ def with_gradients(module: nn.Module, call: Recorded, make: Callable[[Tensor], T
     Outputs that got none in ``call`` get none.
     """
     seed_random_layers(0)
-    twin = copy.deepcopy(module)
+    twin = copied(module)
     inputs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (call.args, call.kwargs))
     with torch.no_grad():
         outputs = named_leaves(twin(*inputs[0], **inputs[1]))

@@ -8,7 +8,6 @@ candidate never has, though it has what went into it, is where they part; backwa
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from driftlab.copying import copied
 from driftlab.distance import named_leaves
 from driftlab.lockstep import cast, seed_random_layers
-from driftlab.probes.arithmetic import Recorded
+from driftlab.probes.arithmetic import Recorded, own_inputs
 
 Print = tuple[int, float, float]
 # Two float64 computations of the same layer agree to more digits than this, deep networks included.
@@ -78,7 +78,7 @@ def parting(
     calls = _leaf_calls(reference, whole, seed)
     seen = _Seen()
     with seen:
-        _step(copy.deepcopy(candidate).double(), whole, seed)
+        _step(copied(candidate).double(), whole, seed)
     found = [seen.has(call.outputs) for call in calls]
     if not calls or sum(found) < ENOUGH * len(calls):
         return None
@@ -122,7 +122,7 @@ def _above(one: str, other: str) -> str:
 
 def _leaf_calls(reference: nn.Module, whole: Recorded, seed: int) -> list[_Call]:
     """Every call of every module that has none below it, in the order of execution, in float64."""
-    network, calls = copy.deepcopy(reference).double(), []
+    network, calls = copied(reference).double(), []
     for name, module in network.named_modules():
         if name and next(module.children(), None) is None:
             _watch(module, name, calls)
@@ -158,6 +158,6 @@ def _watch(module: nn.Module, name: str, calls: list[_Call]) -> None:
 
 
 def _step(network: nn.Module, whole: Recorded, seed: int) -> None:
-    args = cast(whole.args, torch.float64)
+    args, kwargs = cast(own_inputs(whole), torch.float64)
     seed_random_layers(seed)
-    whole.loss(whole.call(network, args, whole.kwargs), "float64").backward()
+    whole.loss(whole.call(network, args, kwargs), "float64").backward()

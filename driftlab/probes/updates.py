@@ -8,7 +8,6 @@ tensor.
 
 from __future__ import annotations
 
-import copy
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from driftlab.copying import copied
 from driftlab.distance import relative_distance
 from driftlab.evidence import HALFWAY, UNIT_ROUND_OFF
 from driftlab.fold import Fold, FoldError
@@ -50,7 +50,7 @@ def wrong_update(subject: Subject, steps: int, in_shadow: bool = False) -> Updat
     Args:
         in_shadow: the float32 path of both optimizers, computed in float64: what is left is no rounding.
     """
-    mine, theirs, fold = copy.deepcopy(subject.reference), copy.deepcopy(subject.candidate), subject.fold
+    mine, theirs, fold = copied(subject.reference), copied(subject.candidate), subject.fold
     mine, theirs = (m.float() if in_shadow else m.double() for m in (mine, theirs))
     generator = torch.Generator().manual_seed(subject.seed)
     _leave_zero(mine, theirs, fold, generator)

@@ -13,7 +13,6 @@ from driftlab import diagnose
 from driftlab.verdict import Verdict
 from experiments.calibration.case import Case
 
-
 PLACED = (Verdict.BUG, Verdict.REDUCED_PRECISION, Verdict.NONDETERMINISTIC)
 
 

@@ -46,7 +46,7 @@ def as_markdown(outcomes: Sequence[Outcome], command: str, first: Sequence[Outco
 
 
 def _first_sight(first: Sequence[Outcome]) -> list[str]:
-    """How the rules did on cases that nobody had seen who made them: the figure that carries over to others."""
+    """How the rules did on cases that those who made them had not seen: what carries over to others."""
     if not first:
         return []
     return [

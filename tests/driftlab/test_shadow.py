@@ -136,10 +136,10 @@ def test_a_batch_goes_in_and_comes_out_in_its_structure():
 
 
 def test_outside_nothing_changes_even_after_an_error():
-    enabled = torch.backends.mkldnn.enabled
-    with pytest.raises(RuntimeError, match="invalid"), shadow_arithmetic():
-        torch.ones(2).reshape(3)
-    assert torch.backends.mkldnn.enabled == enabled
+    with torch.backends.mkldnn.flags(enabled=True):
+        with pytest.raises(RuntimeError, match="invalid"), shadow_arithmetic():
+            torch.ones(2).reshape(3)
+        assert torch.backends.mkldnn.enabled
     assert type(torch.ones(2) * 2) is torch.Tensor
 
 

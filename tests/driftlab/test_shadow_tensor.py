@@ -133,11 +133,25 @@ def test_a_cast_is_a_tensor_of_its_own_and_a_view_is_not():
     assert held(x).tolist() == [5, 5, 5]
 
 
-def test_a_plain_tensor_written_in_place_has_the_values():
-    plain = torch.zeros(3)
-    with shadow_arithmetic():
-        plain.add_(shadow(torch.tensor([0.5, 1.0, 2.0])))
-    assert plain.tolist() == [0.5, 1.0, 2.0]
+WRITES = {
+    "add_": lambda plain, x: plain.add_(x),
+    "copy_": lambda plain, x: plain.copy_(x),
+    "an entry": lambda plain, x: plain.__setitem__(0, x[1]),
+    "a view": lambda plain, x: plain.view(3, 1)[1:].copy_(x[1:, None]),
+    "an index": lambda plain, x: plain.index_copy_(0, torch.tensor([1]), x[:1]),
+    "out": lambda plain, x: torch.add(x, 1, out=plain),
+}
+
+
+@pytest.mark.parametrize("nudged", [False, True], ids=["still", "nudged"])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_into_a_plain_tensor_arrives(name, nudged):
+    x, expected, plain = torch.tensor([0.5, 1.0, 4.0]), torch.full((3,), 2.0), torch.full((3,), 2.0)
+    WRITES[name](expected, x)
+    assert expected.tolist() != plain.tolist()
+    with shadow_arithmetic(torch.Generator().manual_seed(0) if nudged else None):
+        WRITES[name](plain, shadow(x))
+    torch.testing.assert_close(plain, expected, rtol=2**-22, atol=0)
 
 
 DRAWS = {

@@ -127,17 +127,26 @@ def test_parts_of_networks_get_weights_under_the_names_of_the_whole():
 
 
 @pytest.mark.parametrize(
-    "fold",
+    ("names", "fold"),
     [
-        lambda t: {"a": t["x"]},
-        lambda t: {"a": t["x"], "b": t["x"]},
-        lambda t: {"a": t["x"], "b": t["y"], "c": t["y"]},
-        lambda t: {"a": 2 * t["x"], "b": t["y"]},
+        ("a", lambda t: {"a": t["x"]}),
+        ("ab", lambda t: {"a": t["x"]}),
+        ("ab", lambda t: {"a": t["x"], "b": t["x"]}),
+        ("ab", lambda t: {"a": t["x"], "b": t["y"], "c": t["y"]}),
+        ("ab", lambda t: {"a": t["x"], "c": t["y"]}),
+        ("ab", lambda t: {"a": 2 * t["x"], "b": t["y"]}),
     ],
-    ids=["one is left out", "one is taken twice", "one too many", "one is scaled"],
+    ids=[
+        "one to spare",
+        "one is left out",
+        "one is taken twice",
+        "one too many",
+        "another name",
+        "one is scaled",
+    ],
 )
-def test_weights_without_a_place_in_the_other_are_refused(fold):
-    reference, candidate = (Bag({n: torch.ones(3) for n in names}) for names in ("ab", "xy"))
+def test_weights_without_a_place_in_the_other_are_refused(names, fold):
+    reference, candidate = (Bag({n: torch.ones(3) for n in both}) for both in (names, "xy"))
     with pytest.raises(FoldError):
         put_weights(reference, candidate, fold, random_weights(0))
     assert all(bool((p == 1).all()) for p in (*reference.parameters(), *candidate.parameters()))

@@ -145,6 +145,13 @@ def test_fewer_bits_are_narrow_and_not_wrong():
     assert all(2**11 < d.lost < 2**18 for d in found.narrow())
 
 
+def test_what_is_wrong_is_not_narrow_too():
+    found = compared(Layer(on_result=lambda y: 1.01 * y.bfloat16().to(y.dtype)))
+    wrong, narrow = ({(d.pass_, d.name) for d in some} for some in (found.wrong(), found.narrow()))
+    assert ("forward", "") in wrong
+    assert not wrong & narrow
+
+
 def test_overflow_in_the_candidate_alone_is_wrong():
     huge = compared(Layer(on_result=lambda y: y * 1e30 * 1e30 / 1e30 / 1e30))
     assert {d.pass_ for d in huge.wrong()} >= {"forward"}

@@ -56,11 +56,15 @@ def test_an_infinity_in_both_hides_nothing_else():
     assert "forward" in {d.pass_ for d in compared(masked(1.5), masked(1.0), given).wrong()}
 
 
+def doubled(weight):
+    weight.grad.mul_(2)
+
+
 @pytest.mark.parametrize(
     "hook",
     [
         lambda weight: weight.register_hook(lambda gradient: 2 * gradient),
-        lambda weight: weight.register_post_accumulate_grad_hook(lambda w: w.grad.mul_(2)),
+        lambda weight: weight.register_post_accumulate_grad_hook(doubled),
     ],
     ids=["on the gradient", "on the accumulated gradient"],
 )

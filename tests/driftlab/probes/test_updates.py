@@ -11,6 +11,7 @@ from driftlab.fold import find_fold
 from driftlab.probes.updates import THRESHOLD, wrong_update
 from driftlab.subject import Subject
 from tests.driftlab.probes.layers import Halves
+from tests.driftlab.probes.optimizers import Kept, Late, Narrow, Normed, Seen
 
 
 def network():
@@ -23,10 +24,9 @@ def split(model):
     return model
 
 
-def sgd(module, **options):
-    return torch.optim.SGD(
-        module.parameters(), **({"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2} | options)
-    )
+def sgd(module, groups=None, **options):
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2} | options
+    return torch.optim.SGD(groups or module.parameters(), **settings)
 
 
 def subject(own=sgd, other=None, rewrite=lambda m: m, reference=None):
@@ -49,15 +49,6 @@ MAKES = {
 @pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 def test_rules_that_act_entry_by_entry_move_a_split_layer_alike(make, in_shadow):
     assert wrong_update(subject(make, rewrite=split), 8, in_shadow) is None
-
-
-class Seen(torch.optim.SGD):
-    """Plain descent that keeps the weights and gradients of its first step."""
-
-    def step(self, closure=None):
-        (group,) = self.param_groups
-        self.first = [(p.detach().clone(), p.grad.clone()) for p in group["params"]]
-        return super().step(closure)
 
 
 def test_another_learning_rate_is_off_by_its_share_of_the_update():
@@ -88,21 +79,20 @@ def test_another_setting_is_named(name):
     assert found.tensor.rpartition(".")[0] == found.place.module
 
 
-def grouped(module):
+def grouped(module, **last):
     names = dict(module.named_parameters())
     others = [p for n, p in names.items() if n != "3.weight"]
-    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 1e-2}
-    return torch.optim.SGD([{"params": others}, {"params": [names["3.weight"]], "lr": 0.05}], **settings)
+    return sgd(module, groups=[{"params": others}, {"params": [names["3.weight"]]} | last])
 
 
 def test_a_group_of_other_settings_is_found_with_its_tensor():
-    found = wrong_update(subject(other=grouped), 3)
+    found = wrong_update(subject(other=lambda m: grouped(m, lr=0.05)), 3)
     assert (found.tensor, found.place.module, found.place.step) == ("3.weight", "3", 0)
     assert found.why == "3.weight has lr 0.05 instead of 0.1"
 
 
 def all_but_the_last(module):
-    return torch.optim.SGD(list(module.parameters())[:-1], lr=0.1, momentum=0.9, weight_decay=1e-2)
+    return sgd(module, list(module.parameters())[:-1])
 
 
 def test_a_parameter_that_the_optimizer_was_not_given_is_found():
@@ -119,35 +109,12 @@ def test_another_optimizer_is_named():
     assert wrong_update(subject(*both), 3).why == "the optimizers are Adam and RMSprop"
 
 
-class Late(torch.optim.SGD):
-    def __init__(self, parameters, start):
-        super().__init__(parameters, lr=0.1, momentum=0.9)
-        self.start, self.count = start, 0
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["lr"] = 0.1 if self.count < self.start else 0.11
-        self.count += 1
-        return super().step(closure)
-
-
 @pytest.mark.parametrize("start", [0, 1, 5])
 def test_a_change_is_found_at_the_step_where_it_sets_in(start):
     late = lambda m: Late(m.parameters(), start)  # noqa: E731
-    both = subject(lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9), late)
+    both = subject(lambda m: sgd(m, weight_decay=0.0), late)
     assert wrong_update(both, 6).place.step == start
     assert wrong_update(both, start) is None
-
-
-class Normed(torch.optim.SGD):
-    """By the norm of each tensor, as in LARS."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    p.grad = p.grad * (p.detach().norm() / p.grad.norm())
-        return super().step(closure)
 
 
 def test_a_rule_that_looks_at_whole_tensors_does_otherwise_once_one_is_split():
@@ -157,17 +124,6 @@ def test_a_rule_that_looks_at_whole_tensors_does_otherwise_once_one_is_split():
     assert found.tensor.startswith("0.")
     assert "looks at whole tensors" in found.why
     assert all(f"0.parts.{i}." in found.why for i in (0, 1))
-
-
-class Narrow(torch.optim.SGD):
-    """Keeps its momentum in bfloat16."""
-
-    def step(self, closure=None):
-        loss = super().step(closure)
-        for state in self.state.values():
-            buffer = state["momentum_buffer"]
-            state["momentum_buffer"] = buffer.bfloat16().to(buffer.dtype)
-        return loss
 
 
 def test_a_state_in_fewer_bits_is_off_in_float64_and_not_in_shadow():
@@ -196,4 +152,11 @@ def test_the_networks_and_their_weights_are_left_as_they_were():
 def test_weights_that_start_from_zero_decay_too():
     reference = network()
     nn.init.zeros_(reference[3].weight)
-    assert wrong_update(subject(other=lambda m: sgd(m, weight_decay=0.0), reference=reference), 1) is not None
+    both = subject(other=lambda m: grouped(m, weight_decay=0.0), reference=reference)
+    assert wrong_update(both, 1).tensor == "3.weight"
+
+
+@pytest.mark.parametrize("in_shadow", [False, True], ids=["float64", "shadow"])
+def test_an_optimizer_written_by_hand_does_as_torchs_own(in_shadow):
+    both = subject(lambda m: sgd(m, weight_decay=0.0), lambda m: Kept(m.parameters(), lr=0.1))
+    assert wrong_update(both, 4, in_shadow) is None
