@@ -19,7 +19,7 @@ from driftlab.fold_given import GivenFold, Tensors, given_fold
 from driftlab.fold_layout import FoldError, NamedTensors, named_tensors
 from driftlab.fold_search import place_by_name, place_by_value
 from driftlab.fold_tags import positions_by_tags
-from driftlab.fold_views import Gathered, Joined, Placement, View
+from driftlab.fold_views import Gathered, Joined, Placement, View, whole
 
 __all__ = ["Fold", "FoldError", "find_fold"]
 
@@ -100,6 +100,13 @@ def find_fold(reference: nn.Module, candidate: nn.Module, rewrite: Rewrite | Non
         assignment.place(name, doubtful[name], "tags", exact=False)
     place_by_name(assignment)
     return _found(assignment, notes + _remarks(assignment))
+
+
+def identity_fold(module: nn.Module) -> Fold:
+    """From a network's tensors to themselves."""
+    shapes = {name: tuple(t.shape) for name, t in named_tensors(module).tensors.items()}
+    read = _Read({name: whole(name, shape) for name, shape in shapes.items()}, shapes)
+    return Fold(read, tuple(shapes), (), (), "by name", is_identity=True)
 
 
 @dataclass(frozen=True, eq=False)

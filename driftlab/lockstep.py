@@ -35,6 +35,13 @@ def cast(inputs: object, dtype: torch.dtype) -> object:
     )
 
 
+def own_batch(inputs: object, dtype: torch.dtype) -> object:
+    """As ``cast``, in tensors of its own: a network may write into its batch before the next arm sees it."""
+    return torch.utils._pytree.tree_map_only(
+        Tensor, lambda t: t.detach().to(dtype, copy=True) if t.is_floating_point() else t, inputs
+    )
+
+
 @contextmanager
 def evaluation_mode(module: nn.Module):
     """Eval mode and no gradients inside; every submodule's own mode as it was afterwards."""
@@ -155,7 +162,7 @@ class Lockstep:
     def _run(self, arm: Arm, step: int, inputs: object, targets: object, logged: bool):
         seed_random_layers(step_seed(self.seed, step))
         arm.optimizer.zero_grad(set_to_none=True)
-        outputs = self.call(arm.module, cast(inputs, DTYPES[arm.dtype]))
+        outputs = self.call(arm.module, own_batch(inputs, DTYPES[arm.dtype]))
         loss = self.loss(outputs, cast(targets, DTYPES[arm.dtype]))
         sides = None
         if logged:

@@ -21,7 +21,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from driftlab.copying import carry_hooks, copied
-from driftlab.shadow_tensor import HALVES, WIDE, Bits, Shadow, is_view, run_operation
+from driftlab.shadow_rules import is_view
+from driftlab.shadow_tensor import HALVES, WIDE, Bits, Shadow, run_operation
 
 
 class _Arithmetic(TorchDispatchMode):
@@ -54,17 +55,20 @@ class _Arithmetic(TorchDispatchMode):
 
 
 @contextmanager
-def shadow_arithmetic(nudge: torch.Generator | None = None):
+def shadow_arithmetic(nudge: torch.Generator | None = None, native_constants: bool = False):
     """Inside, every operation runs in float64; compiled code runs as it was written.
 
     Args:
         nudge: if given, every constant that is no parameter or buffer is moved by one unit in its last place.
+        native_constants: what is made of constants alone (a table) is made in the code's own dtype.
     """
     with ExitStack() as stack:
         # its recurrent kernels know float32 alone; without it they are made of plain operations
         stack.enter_context(_without_mkldnn())
         stack.enter_context(_eager())
         stack.enter_context(_Arithmetic(nudge))
+        before, Shadow.native_constants = Shadow.native_constants, native_constants
+        stack.callback(setattr, Shadow, "native_constants", before)
         yield
 
 

@@ -8,6 +8,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from driftlab.shadow_rules import (
+    BITWISE,
+    EXACT,
+    GRIDS,
+    RANDOM,
+    ROUND,
+    ROUND_IN_PLACE,
+    ROUNDED,
+    is_view,
+)
+
 WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128, torch.complex64: torch.complex128}
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
 WIDE |= dict.fromkeys(HALVES, torch.float64)
@@ -18,6 +29,8 @@ class Shadow(Tensor):
     """A tensor of dtype ``dtype`` by its own account, whose values are those of ``held``, in float64."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
+    # whether what is made of constants alone is made in the code's own dtype, see shadow_arithmetic
+    native_constants = False
 
     @staticmethod
     def __new__(cls, held: Tensor, dtype: torch.dtype, requires_grad: bool = False):
@@ -32,7 +45,7 @@ class Shadow(Tensor):
         )
 
     def __init__(self, held: Tensor, dtype: torch.dtype, requires_grad: bool = False):
-        self.held = held
+        self.held, self.constant = held, False
 
     def __repr__(self) -> str:
         return f"Shadow({self.dtype}, {self.held!r})"
@@ -43,48 +56,6 @@ class Shadow(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return run_operation(func, args, kwargs or {})
-
-
-# Rounding to a grid is the identity here: fake quantisation is precision, not function.
-_ROUND = (_aten.round.default, _aten.round.decimals)
-_ROUND_IN_PLACE = (_aten.round_.default, _aten.round_.decimals)
-_GRIDS = (
-    *_ROUND,
-    _aten.fake_quantize_per_tensor_affine_cachemask.default,
-    _aten.fake_quantize_per_channel_affine_cachemask.default,
-)
-# torch's own kernel holds its 1/6 in float32, in float64 too.
-_EXACT = {
-    _aten.hardsigmoid_backward.default: lambda g, x: torch.where(
-        (x > -3) & (x < 3), g / 6, torch.zeros_like(g)
-    ),
-}
-_RANDOM = {
-    getattr(getattr(_aten, name), overload)
-    for name in (
-        "rand",
-        "rand_like",
-        "randn",
-        "randn_like",
-        "uniform_",
-        "uniform",
-        "normal_",
-        "normal",
-        "bernoulli_",
-        "bernoulli",
-        "exponential_",
-        "log_normal_",
-        "cauchy_",
-        "geometric_",
-    )
-    for overload in getattr(_aten, name).overloads()
-    if "out" not in overload
-}
-_BITWISE = {"bitwise_and", "bitwise_or", "bitwise_xor", "__rshift__", "__lshift__", "__and__", "__or__"}
-_BITWISE |= {f"{name}_" for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "add", "sub")}
-_BITWISE |= {"bitwise_left_shift", "bitwise_right_shift", "add", "sub", "detach", "alias", "clone"}
-# Half of the coarsest step in use (eight bits): what moves a value by more has done something else to it.
-_ROUNDED = 2.0**-5
 
 
 class Bits(Tensor):
@@ -111,9 +82,9 @@ class Bits(Tensor):
 
 def run_operation(func, args: tuple, kwargs: dict):
     """One operation of torch, on what shadows hold; its floating results are shadows."""
-    if func in _ROUND_IN_PLACE and isinstance(args[0], Shadow):
+    if func in ROUND_IN_PLACE and isinstance(args[0], Shadow):
         return args[0]
-    if func in _GRIDS and isinstance(args[0], Tensor):
+    if func in GRIDS and isinstance(args[0], Tensor):
         return _rounded(func, args)
     if func is _aten.view.dtype and isinstance(args[0], Shadow | Bits):
         return _reinterpreted(args[0], args[1])
@@ -122,9 +93,11 @@ def run_operation(func, args: tuple, kwargs: dict):
         return _on_bits(func, leaves, spec)
     if is_view(func) and not any(isinstance(leaf, Shadow) for leaf in leaves):
         return func(*args, **kwargs)  # of a plain tensor: what is written through it must arrive there
+    if Shadow.native_constants and _of_constants(func, leaves):
+        return _natively(func, leaves, spec)
     said = _said(leaves)
     inner = [_inner(leaf) for leaf in leaves]
-    out = _drawn(func, inner, spec, said) if func in _RANDOM else _computed(func, inner, spec)
+    out = _drawn(func, inner, spec, said) if func in RANDOM else _computed(func, inner, spec)
     if func is _aten._to_copy.default and isinstance(args[0], Shadow):
         # a cast that changes the name only must still be a tensor of its own
         out = out.clone() if out is args[0].held else out
@@ -136,12 +109,42 @@ def run_operation(func, args: tuple, kwargs: dict):
     return pytree.tree_map_only(Tensor, lambda t: _named(t, known, said), out)
 
 
+def _of_constants(func, leaves: list) -> bool:
+    """Whether an operation makes something new, of no parameter, no buffer and nothing of the batch."""
+    if func in RANDOM or func._schema.is_mutable:
+        _no_longer_constant(func, leaves)
+        return False
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return all(leaf.constant if isinstance(leaf, Shadow) else leaf.dtype in HALVES for leaf in tensors)
+
+
+def _no_longer_constant(func, leaves: list) -> None:
+    """What is written into may hold anything from now on."""
+    for leaf in leaves if func._schema.is_mutable else ():
+        if isinstance(leaf, Shadow):
+            leaf.constant = False
+
+
+def _natively(func, leaves: list, spec):
+    own = [leaf.held.to(leaf.dtype) if isinstance(leaf, Shadow) else leaf for leaf in leaves]
+    args, kwargs = _rebuilt(own, spec)
+
+    def constant(tensor: Tensor) -> Tensor:
+        if tensor.dtype not in HALVES:
+            return tensor
+        made = Shadow(tensor.to(torch.float64), tensor.dtype)
+        made.constant = True
+        return made
+
+    return pytree.tree_map_only(Tensor, constant, func(*args, **kwargs))
+
+
 def _computed(func, inner: list, spec):
     args, kwargs = _rebuilt(inner, spec)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # what integers, and numbers written down, become
     try:
-        return _EXACT.get(func, func)(*args, **kwargs)
+        return EXACT.get(func, func)(*args, **kwargs)
     finally:
         torch.set_default_dtype(before)
 
@@ -193,12 +196,6 @@ def _written_back(func, leaves: list, inner: list, spec) -> None:
             leaf.copy_(value)
 
 
-def is_view(func) -> bool:
-    """Whether what an operation returns lies in the memory of an argument, and nothing is written."""
-    returned = [r.alias_info for r in func._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in returned)
-
-
 def _said(leaves: list) -> torch.dtype:
     """The dtype that results say they have: what was asked for, else the promoted one of the arguments."""
     asked = [leaf for leaf in leaves if isinstance(leaf, torch.dtype) and leaf in WIDE]
@@ -240,7 +237,7 @@ def _rounded(func: Callable, args: tuple):
     if not isinstance(tensor, Shadow):
         return func(*args)
     same = Shadow(tensor.held.clone(), tensor.dtype)
-    if func in _ROUND:
+    if func in ROUND:
         return same
     return same, torch.ones_like(tensor.held, dtype=torch.bool)
 
@@ -253,7 +250,7 @@ def _reinterpreted(tensor: Shadow | Bits, dtype: torch.dtype) -> Tensor:
         value, source = tensor.bits.view(dtype).double(), tensor.source.held
         if value.shape != source.shape:
             return Shadow(value, dtype)
-        near = (value - source).abs() <= _ROUNDED * source.abs()
+        near = (value - source).abs() <= ROUNDED * source.abs()
         return Shadow(torch.where(near, source, value), dtype)
     if dtype.is_floating_point:
         return Shadow(tensor.held.clone(), dtype)
@@ -265,6 +262,6 @@ def _on_bits(func, leaves: list, spec):
     plain = [leaf.bits if isinstance(leaf, Bits) else leaf for leaf in leaves]
     args, kwargs = _rebuilt(plain, spec)
     out = func(*args, **kwargs)
-    if isinstance(out, Tensor) and func._opname in _BITWISE and out.shape == source.shape:
+    if isinstance(out, Tensor) and func._opname in BITWISE and out.shape == source.shape:
         return Bits(out, source)
     return out

@@ -17,7 +17,7 @@ from torch import nn
 from driftlab.arm import DTYPES, Arm, nudge, nudge_all, unfolded
 from driftlab.copying import copied
 from driftlab.distance import Folded, outputs_as_vector, relative_distance
-from driftlab.lockstep import Lockstep, cast, evaluation_mode, seed_random_layers
+from driftlab.lockstep import Lockstep, evaluation_mode, own_batch, seed_random_layers
 from driftlab.records import Row, SeedRecord
 from driftlab.subject import Subject
 
@@ -136,7 +136,7 @@ class Window:
         for arm in (a for a in self.lockstep.live(step) if a.blown_up_at is None):
             seed_random_layers(self.subject.seed)
             with evaluation_mode(arm.module):
-                inputs = cast(self.batches[0][0], DTYPES[arm.dtype])
+                inputs = own_batch(self.batches[0][0], DTYPES[arm.dtype])
                 seen[arm.name] = outputs_as_vector(self.subject.call(arm.module, inputs))
             if arm.against is None or arm.against.name not in seen:
                 continue

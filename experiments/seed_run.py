@@ -92,10 +92,14 @@ def _train(experiment: Experiment, seed: int, home: Path) -> None:
         progress=lambda step, row: experiment.terminal.step(seed, step, row),
     )
     start = recorder.resume()
+    clock = time.perf_counter()
     probes = probed(experiment, built, home)
+    probing = time.perf_counter() - clock
     fit(lockstep, batches, recorder, start)
     record = run_record(experiment, seed, built, began, start) | probes
+    clock = time.perf_counter()
     record["probes"] += probed_later(experiment, seed, built, home, record)
+    record["times"]["probes_seconds"] = round(probing + time.perf_counter() - clock, 3)
     write_json(home / "run.json", record)
     logger.finish({arm: outcome["outcome"] for arm, outcome in record["arms"].items()})
     experiment.terminal.seed_done(seed, record)

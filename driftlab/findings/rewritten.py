@@ -32,7 +32,10 @@ def ask_rewritten_modules(found: Examination) -> None:
         return
     place = Place(fault.module, fault.pass_, 0)
     many = f", and so in {len({f.module for f in seen.faults})} modules" if len(seen.faults) > 1 else ""
-    reading = f"{place}: {fault.relative:.2g} (relative) off on {fault.inputs}{many}"
+    reading = (
+        f"{place}: {fault.relative:.2g} (relative) off on {fault.inputs}{many}; "
+        "a network that never meets such inputs is not touched by it"
+    )
     found.add(Evidence("rewritten_modules", QUESTION, fault.relative, 0.0, Verdict.BUG, reading), place)
 
 

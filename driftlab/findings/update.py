@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from driftlab.examination import Examination
-from driftlab.fold import find_fold
+from driftlab.fold import identity_fold
 from driftlab.probes.updates import THRESHOLD, Update, wrong_update
 from driftlab.verdict import Evidence, Verdict
 
@@ -54,6 +54,6 @@ def _wavers(found: Examination) -> Update | None:
         subject,
         reference=subject.candidate,
         optimizer=subject.candidate_optimizer,
-        fold=find_fold(subject.candidate, subject.candidate),
+        fold=identity_fold(subject.candidate),
     )
     return wrong_update(twice, STEPS)

@@ -72,18 +72,19 @@ def run(
     seed: int = 0,
     evaluate: bool = True,
     nudge: torch.Generator | None = None,
+    native_constants: bool = False,
 ) -> Passes:
     """Forward, backward and, in eval mode, forward once more, of a copy of ``module``.
 
     Args:
-        nudge: moves the constants of a shadow run, see ``shadow_arithmetic``.
+        nudge, native_constants: what becomes of the constants of a shadow run, see ``shadow_arithmetic``.
 
     Raises:
         CannotRunError: the module raises in this arithmetic.
     """
     try:
         twin = in_arithmetic(module, arithmetic)
-        with shadow_arithmetic(nudge) if arithmetic.startswith("shadow") else nullcontext():
+        with shadow_arithmetic(nudge, native_constants) if arithmetic.startswith("shadow") else nullcontext():
             found = _training_pass(twin, recorded, arithmetic, seed)
             if evaluate:
                 found["eval"] = _eval_pass(twin, recorded, arithmetic, seed)

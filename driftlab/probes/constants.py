@@ -6,6 +6,8 @@ that moves the result is what rounding the constants once makes of it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -26,11 +28,33 @@ def rounded_constants(subject: Subject, whole: Recorded, wrong: list[Difference]
     """What explains ``wrong``, in words; None where stored constants do not."""
     if not wrong or any(not d.relative < LARGEST or d.overflows or d.excess("shadow") <= 1 for d in wrong):
         return None  # too large, or not in the float32 path
+    if _gone_natively(subject, whole, wrong):
+        return f"{wrong[0].relative:.1g} (relative) that making constants in float32 makes"
     explained = [role for role in ("candidate", "reference") if _explains(subject, role, whole, wrong)]
     if not explained:
         return None
     whose = explained[0]
     return f"{wrong[0].relative:.1g} (relative) that rounding the {whose}'s constants to float32 makes"
+
+
+def _gone_natively(subject: Subject, whole: Recorded, wrong: list[Difference]) -> bool:
+    """Whether both agree once what is made of constants alone is made in float32, as it may be stored."""
+    try:
+        mine, theirs = (
+            run(m, whole, "shadow", subject.seed, native_constants=True)
+            for m in (subject.reference, subject.candidate)
+        )
+    except CannotRunError:
+        return False
+    read = {"weight gradient": subject.fold, "buffer": subject.fold}
+    for d in wrong:
+        other = read[d.pass_](theirs.tensors[d.pass_]) if d.pass_ in read else theirs.tensors[d.pass_]
+        if d.name not in other:
+            return False
+        apart = distance(other[d.name], mine.tensors[d.pass_][d.name])
+        if replace(d, apart={"shadow": apart}).excess("shadow") > 1:
+            return False
+    return True
 
 
 def _explains(subject: Subject, role: str, whole: Recorded, wrong: list[Difference]) -> bool:

@@ -207,9 +207,17 @@ def test_an_update_rule_that_looks_at_whole_tensors_is_said_to():
                     p.grad /= p.grad.norm()
             return super().step(closure)
 
-    found = diagnose(network(), split, batches(), optimizer=lambda p: Normalised(p, lr=0.1))
-    assert (found.verdict, found.where.pass_) == ("bug", "update")
-    assert "whole tensors" in found.headline
+    def fold(tensors):
+        joined = {
+            f"2.{kind}": torch.cat([tensors[f"2.first.{kind}"], tensors[f"2.second.{kind}"]])
+            for kind in ("weight", "bias")
+        }
+        return {n: t for n, t in tensors.items() if not n.startswith("2.")} | joined
+
+    for given in (None, fold):
+        found = diagnose(network(), split, batches(), optimizer=lambda p: Normalised(p, lr=0.1), fold=given)
+        assert (found.verdict, found.where.pass_) == ("bug", "update")
+        assert "whole tensors" in found.headline
 
 
 def test_other_initial_weights_are_reported_as_such():

@@ -133,6 +133,45 @@ def test_a_user_loss_on_float_targets():
     assert found.verdict == "bit_identical"
 
 
+def test_a_network_that_writes_into_its_batch_writes_into_a_copy():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(5, 3))
+    (x, y) = vectors()[0]
+    x.requires_grad_()
+    before = x.detach().clone()
+    assert diagnose(net, lambda m: m, [(x, y)], steps=3).verdict == "bit_identical"
+    assert torch.equal(x, before)
+    assert x.grad is None
+
+
+class Positions(nn.Module):
+    """Adds a table of sines, stored beforehand or made at each call: the same bits in float32."""
+
+    def __init__(self, stored):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(8, 3)
+        if stored:
+            self.register_buffer("table", self.waves())
+        self.stored = stored
+
+    @staticmethod
+    def waves():
+        return 0.01 * torch.outer(torch.arange(512.0), 1e4 ** (-torch.arange(8.0) / 8)).sin()
+
+    def forward(self, x):
+        return self.fc(x + (self.table if self.stored else self.waves())).mean(1)
+
+
+@pytest.mark.parametrize("stored", [0, 1])
+def test_a_table_made_beforehand_is_no_bug(stored):
+    torch.manual_seed(1)
+    batch = (torch.randn(4, 512, 8), torch.randint(3, (4,)))
+    pair = [Positions(False), Positions(True)]
+    assert torch.equal(*(m(batch[0]) for m in pair))
+    assert diagnose(pair[stored], pair[1 - stored], [batch], steps=5).verdict in SAME
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_networks_on_a_gpu():
