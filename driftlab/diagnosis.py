@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from driftlab.calling import calling
-from driftlab.examination import Examination, examined
+from driftlab.examination import examined
 from driftlab.findings.late import ask_excess, ask_last, ask_repeat, ask_since, ask_written_otherwise
 from driftlab.late import Snapshots
 from driftlab.lockstep import cast
@@ -95,6 +95,9 @@ def diagnose(
         record = diagnosed(subject, kept, steps)
     except CannotRunError as error:
         raise DiagnoseError(f"a network does not run on the first batch: {error}") from None
+    except Exception as error:  # whatever a stranger's forward, loss or optimizer raises later on
+        message = " ".join(str(error).split())[:200]
+        raise DiagnoseError(f"training stops with {type(error).__name__}: {message}") from error
     finally:
         torch.set_rng_state(was)
     judgement = judge([record])
@@ -107,7 +110,7 @@ def diagnosed(subject: Subject, batches: Batches, steps: int) -> SeedRecord:
     Raises:
         CannotRunError: one of the two does not run at all.
     """
-    found = _examined(subject, batches)
+    found = examined(subject, batches[0])
     if found.supports(Verdict.BUG) or found.supports(Verdict.NONDETERMINISTIC):
         since = [
             ask_since(f, subject, batches, steps, found.float64) if f.evidence.supports is Verdict.BUG else f
@@ -123,11 +126,6 @@ def diagnosed(subject: Subject, batches: Batches, steps: int) -> SeedRecord:
     return SeedRecord(
         subject.seed, record.curves, record.evaluations, record.run | {"probes": _stored(findings)}
     )
-
-
-def _examined(subject: Subject, batches: Batches) -> Examination:
-    """On the first batch; and on the first of every other shape."""
-    return examined(subject, batches[0])
 
 
 def _later(snapshots: Snapshots, record: SeedRecord, steps: int, narrow: bool) -> list[Finding]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from driftlab.probes.arithmetic import Recorded
+from driftlab.probes.arithmetic import CannotRunError, Recorded
 from driftlab.probes.comparison import Comparison, compare
 from driftlab.probes.locating import Local
 from driftlab.probes.same_start import Start, start_differences
@@ -92,7 +92,14 @@ def examined(subject: Subject, batch: tuple[object, object]) -> Examination:
         ask_precision,
         ask_update,
     ):
-        ask(found)
+        try:
+            ask(found)
+        except CannotRunError:
+            raise
+        except Exception as error:  # one question less, and said; the others, and the window, go on
+            name = ask.__name__.removeprefix("ask_")
+            message = " ".join(str(error).split())[:150]
+            found.add(Evidence(name, "", None, None, None, f"not asked: {type(error).__name__}: {message}"))
         if found.supports(Verdict.NONDETERMINISTIC) and not found.supports(Verdict.BUG):
             break
     return found

@@ -14,13 +14,16 @@ from driftlab.evidence import HALFWAY, NO_KINK_IN_REACH, PASSES, UNIT_ROUND_OFF,
 from driftlab.records import SeedRecord
 from driftlab.verdict import Evidence, Place, Verdict
 
+# An update that does something else leaves the envelope at once; chaos does so by and by.
+LEAP = HALFWAY / 100
+
 
 @dataclass(frozen=True)
 class Excess:
     """The first row at which a pair leaves its controls by more than ``HALFWAY``.
 
     Attributes:
-        moved: whether the weights left theirs at that row already, so that the update before it is at fault.
+        moved: whether the weights left theirs at that row in one leap: the update before it is at fault.
     """
 
     seed: int
@@ -114,7 +117,7 @@ def _first_excess(record: SeedRecord, role: str, dtype: str) -> tuple[Excess | N
     own = _own_rounding(record, role) if dtype == "float64" else 0.0
     for kind, _ in PASSES if _controls(record, dtype) else ():
         mine, control = record.series(kind, f"{role}.{dtype}"), _envelope(record, kind, dtype)
-        envelope, before = max(UNIT_ROUND_OFF[dtype], own), 0.0
+        envelope, before, previous = max(UNIT_ROUND_OFF[dtype], own), 0.0, 0.0
         for step in sorted(mine):
             if dtype == "float32" and flipped is not None and step > flipped:
                 break
@@ -124,12 +127,15 @@ def _first_excess(record: SeedRecord, role: str, dtype: str) -> tuple[Excess | N
                 break
             if not mine[step] <= allowed:
                 if dtype == "float32" or before < NO_KINK_IN_REACH:
-                    found.append(Excess(record.seed, step, kind, mine[step], allowed))
+                    leaps = previous <= envelope * LEAP
+                    moved = kind == "weight_distance" and leaps
+                    found.append(Excess(record.seed, step, kind, mine[step], allowed, moved))
                 break
+            previous = mine[step]
             largest, before = max(largest or 0.0, mine[step] / envelope), max(before, mine[step])
     order = [kind for kind, _ in PASSES]
     first = min(found, key=lambda e: (e.step, order.index(e.kind)), default=None)
-    if first and any(e.kind == "weight_distance" and e.step == first.step for e in found):
+    if first and any(e.moved and e.step == first.step for e in found):
         first = replace(first, moved=True)
     return first, largest if largest is not None or first is None else 0.0
 
