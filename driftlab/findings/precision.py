@@ -21,6 +21,10 @@ QUESTION = "Against the exact result, is the candidate's float32 as near as the 
 
 def ask_precision(found: Examination) -> None:
     network = found.network
+    if found.supports(Verdict.BUG):
+        reading = "asked of the same function alone"
+        found.add(Evidence("precision", QUESTION, None, HALFWAY_BITS, None, reading))
+        return
     if not found.comparable or not {"shadow", "float64"} & set(network.ran):
         found.add(
             Evidence(
