@@ -60,7 +60,7 @@ def assert_equivalent(
     mine, theirs, found = the_pair(reference, candidate, fold)
     call = calling(mine, inputs)
     subject = Subject(mine, theirs, found, _random_sum(seed), sgd, sgd, call, seed)
-    examination = Examination(subject, (_wanting_gradients(inputs), None))
+    examination = Examination(subject, (_wanting_gradients(inputs), None), trains=False)
     with torch.random.fork_rng(devices=[]):
         for ask in _ASKED:
             ask(examination)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from driftlab.calling import calling
-from driftlab.examination import examined
+from driftlab.examination import Examination, examined
 from driftlab.findings.late import ask_excess, ask_last, ask_repeat, ask_since, ask_written_otherwise
 from driftlab.late import Snapshots
 from driftlab.lockstep import cast
@@ -21,6 +21,7 @@ from driftlab.pairs import evaluation_excess, window_pair
 from driftlab.probes.arithmetic import CannotRunError
 from driftlab.records import SeedRecord
 from driftlab.rules import judge
+from driftlab.shadow import eager
 from driftlab.subject import Subject
 from driftlab.verdict import Evidence, Finding, Judgement, Place, Verdict
 from driftlab.window import Batches, Window
@@ -111,6 +112,12 @@ def diagnosed(subject: Subject, batches: Batches, steps: int) -> SeedRecord:
         CannotRunError: one of the two does not run at all.
     """
     found = examined(subject, batches[0])
+    with eager():
+        return _trained(subject, batches, steps, found)
+
+
+def _trained(subject: Subject, batches: Batches, steps: int, found: Examination) -> SeedRecord:
+    """The window, or, where the probes have settled it, the step from which it shows."""
     if found.supports(Verdict.BUG) or found.supports(Verdict.NONDETERMINISTIC):
         since = [
             ask_since(f, subject, batches, steps, found.float64) if f.evidence.supports is Verdict.BUG else f

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -9,6 +10,7 @@ from driftlab.probes.arithmetic import CannotRunError, Recorded
 from driftlab.probes.comparison import Comparison, compare
 from driftlab.probes.locating import Local
 from driftlab.probes.same_start import Start, start_differences
+from driftlab.shadow import eager
 from driftlab.subject import Subject
 from driftlab.verdict import Evidence, Finding, Place, Verdict
 
@@ -20,6 +22,7 @@ class Examination:
     Attributes:
         findings: in the order in which they were asked.
         comparable: whether runs of the two can be compared step by step (they draw the same random numbers).
+        trains: whether the two are to be trained; if not, a parameter may be gone into another one.
         narrow_constants: whether one of the two stores constants in float32, so that its float64 is none.
     """
 
@@ -28,6 +31,7 @@ class Examination:
     findings: list[Finding] = field(default_factory=list)
     comparable: bool = True
     narrow_constants: bool = False
+    trains: bool = True
 
     @cached_property
     def whole(self) -> Recorded:
@@ -37,7 +41,7 @@ class Examination:
     def network(self) -> Comparison:
         """The two networks on the batch."""
         s = self.subject
-        return compare(s.reference, s.candidate, self.whole, s.fold, seed=s.seed)
+        return compare(s.reference, s.candidate, self.whole, s.comparable, seed=s.seed)
 
     @cached_property
     def local(self) -> Local:
@@ -93,7 +97,10 @@ def examined(subject: Subject, batch: tuple[object, object]) -> Examination:
         ask_update,
     ):
         try:
-            ask(found)
+            # compiled code is run on the first batch, in float32; each further size and dtype would compile
+            # anew
+            with nullcontext() if ask in (ask_determinism, ask_function) else eager():
+                ask(found)
         except CannotRunError:
             raise
         except Exception as error:  # one question less, and said; the others, and the window, go on

@@ -79,7 +79,7 @@ def _probes(records: Sequence[SeedRecord]) -> list[Finding]:
 
 
 def _speaks(finding: Finding) -> bool:
-    return finding.evidence.supports not in (None, Verdict.ROUND_OFF)
+    return finding.evidence.supports not in (None, Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
 
 
 def _settled(probes: list[Finding]) -> tuple[Verdict, Finding] | None:
@@ -152,14 +152,15 @@ _SAME_FUNCTION = {
 
 def _verdict(found: dict[str, Evidence], subject: str, place: Place | None, controlled: bool) -> Verdict:
     supports = {probe: e.supports for probe, e in found.items()}
-    if supports["same_bits"]:
+    # the window runs compiled code as it was written, so that the first step has a say as well
+    if supports["same_bits"] and supports.get("function", Verdict.BIT_IDENTICAL) is Verdict.BIT_IDENTICAL:
         return Verdict.BIT_IDENTICAL
     if place is not None:
         return Verdict.BUG
     same_function = next((supports[p] for p in _SAME_FUNCTION[subject] if supports.get(p)), None)
     if same_function is Verdict.BUG:
         return Verdict.BUG
-    if same_function is None:
+    if same_function is None and supports["same_bits"] is None:
         return Verdict.INCONCLUSIVE
     probed = "function" in supports
     narrow = [p for p in supports if supports[p] is Verdict.REDUCED_PRECISION]

@@ -65,7 +65,7 @@ def shadow_arithmetic(nudge: torch.Generator | None = None, native_constants: bo
     with ExitStack() as stack:
         # its recurrent kernels know float32 alone; without it they are made of plain operations
         stack.enter_context(_without_mkldnn())
-        stack.enter_context(_eager())
+        stack.enter_context(eager())
         stack.enter_context(_Arithmetic(nudge))
         before, Shadow.native_constants = Shadow.native_constants, native_constants
         stack.callback(setattr, Shadow, "native_constants", before)
@@ -82,7 +82,8 @@ def _without_mkldnn():
         torch._C._set_mkldnn_enabled(enabled)
 
 
-def _eager():
+def eager():
+    """Inside, what ``torch.compile`` made runs as it was written."""
     compiled = "torch._dynamo" in sys.modules  # which takes seconds to import, and nobody compiled without it
     return torch.compiler.set_stance("force_eager") if compiled else ExitStack()
 

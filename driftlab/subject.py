@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from driftlab.calling import Call, whole
+from driftlab.distance import relative_distance
 from driftlab.fold import Fold
 from driftlab.modules import paired_modules
 from driftlab.probes.arithmetic import Recorded, whole_network
@@ -66,7 +67,25 @@ class Subject:
             theirs = record(self.candidate, self.on(batch), self.seed)
         except Exception:  # code that takes no hooks (vmap)
             theirs = None
-        return Local(self.reference, self.candidate, self.fold, self.pairs, calls, theirs, self.seed)
+        return Local(
+            self.reference, self.candidate, self.fold, self.pairs, calls, theirs, self.seed, self.comparable
+        )
+
+
+# A weight that is off by less means the same and has another value; by more, it may mean something else.
+ANOTHER_FORM = 1e-3
+
+
+def in_another_form(subject: Subject) -> list[str]:
+    """Those of ``written_otherwise`` that are far from the reference's values, or nowhere to be found."""
+    folded, mine = subject.fold(floating_tensors(subject.candidate)), floating_tensors(subject.reference)
+    return [
+        n
+        for n in subject.written_otherwise
+        if n not in folded
+        or folded[n].shape != mine[n].shape
+        or not float(relative_distance(folded[n].double(), mine[n].double())) < ANOTHER_FORM
+    ]
 
 
 def _written_otherwise(reference: nn.Module, candidate: nn.Module, fold: Fold) -> list[str]:

@@ -26,7 +26,7 @@ def ask_fewer_samples(found: Examination) -> None:
         batch = fewer_samples(found.batch, size)
         if batch is None:
             continue
-        part = Examination(found.subject, batch)
+        part = Examination(found.subject, batch, trains=found.trains)
         try:
             wrong = bool(part.network.wrong())
         except CannotRunError as error:

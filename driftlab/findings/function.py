@@ -50,7 +50,7 @@ def excess_of(difference: Difference, network: Comparison) -> float:
 
 
 def _same(found: Examination, network: Comparison, why: str = "") -> None:
-    missed = _untrained(found)
+    missed = _untrained(found) if found.trains else []
     if missed:
         return _not_trained(found, missed)
     worst = max((excess_of(d, network) for d in network.differences), default=0.0) * HALFWAY
@@ -68,7 +68,8 @@ def _same(found: Examination, network: Comparison, why: str = "") -> None:
         reading += (
             "; given float64, it computes in fewer bits all the same, which is no difference in the function"
         )
-    found.add(Evidence("function", QUESTION, worst, HALFWAY, Verdict.ROUND_OFF, reading))
+    supports = Verdict.BIT_IDENTICAL if network.same_bits else Verdict.ROUND_OFF
+    found.add(Evidence("function", QUESTION, worst, HALFWAY, supports, reading))
 
 
 def _wrong(difference: Difference, place: Place, network: Comparison) -> str:

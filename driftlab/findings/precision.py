@@ -97,6 +97,8 @@ def _narrow(found: Examination, name: str, call: Recorded) -> bool:
     mine, theirs = local.pair(name) if name else (subject.reference, subject.candidate)
     try:
         prefixes = name, local.pairs[name]
-        return bool(compare(mine, theirs, call, subject.fold, prefixes=prefixes, seed=subject.seed).narrow())
+        return bool(
+            compare(mine, theirs, call, subject.comparable, prefixes=prefixes, seed=subject.seed).narrow()
+        )
     except CannotRunError:
         return True

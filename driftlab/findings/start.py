@@ -18,7 +18,7 @@ def ask_same_start(found: Examination) -> None:
     """
     start = found.start
     said = "; ".join(s.what for s in start[:8]) or "they do"
-    shown = {d.pass_ for d in found.network.wrong()}
+    shown = set() if found.narrow_constants else {d.pass_ for d in found.network.wrong()}
     grave = [s for s in start if s.supports is Verdict.BUG and _shows(s, shown)]
     narrow = [s for s in start if s.supports is Verdict.REDUCED_PRECISION]
     first = (grave or narrow or [None])[0]

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from driftlab.copying import copied
 from driftlab.distance import named_leaves
 from driftlab.lockstep import cast, evaluation_mode, seed_random_layers
-from driftlab.shadow import held, shadow, shadow_arithmetic, shadowed
+from driftlab.shadow import eager, held, shadow, shadow_arithmetic, shadowed
 
 ARITHMETICS = ("float32", "float64", "shadow", "shadow64")
 
@@ -84,7 +84,7 @@ def run(
     """
     try:
         twin = in_arithmetic(module, arithmetic)
-        with shadow_arithmetic(nudge, native_constants) if arithmetic.startswith("shadow") else nullcontext():
+        with _context(arithmetic, nudge, native_constants):
             found = _training_pass(twin, recorded, arithmetic, seed)
             if evaluate:
                 found["eval"] = _eval_pass(twin, recorded, arithmetic, seed)
@@ -92,6 +92,12 @@ def run(
         message = " ".join(str(error).split())[:200]
         raise CannotRunError(f"{type(error).__name__}: {message}") from error
     return Passes({pass_: {n: _plain(t) for n, t in named.items()} for pass_, named in found.items()})
+
+
+def _context(arithmetic: str, nudge: torch.Generator | None, native_constants: bool):
+    if arithmetic.startswith("shadow"):
+        return shadow_arithmetic(nudge, native_constants)
+    return nullcontext() if arithmetic == "float32" else eager()
 
 
 def _training_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int) -> dict:

@@ -9,19 +9,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from driftlab.copying import copied
 from driftlab.probes.arithmetic import CannotRunError, Passes, Recorded, run
 from driftlab.probes.difference import Difference, distance
-from driftlab.subject import Subject
+from driftlab.subject import Subject, in_another_form
 
 # A difference of float32's own unit round-off and not much more; anything larger is no stored rounding.
 LARGEST = 2.0**-20
-# How much nearer than the control's response the difference must be: the control moves each value by a whole
-# unit, rounding by half of one at most, in directions that may add up otherwise.
-WITHIN = 2.0
-TRIALS = 3
+# A stored value comes out of a few float32 operations, each of them half a unit off at most; the control
+# moves it by one unit.
+WITHIN = 4.0
+# Each by chance, all one way, and each row of a tensor one way: the errors of a scale are those of all its
+# products.
+TRIALS = ("by chance", "by chance", "all", "rows")
 
 
 def rounded_constants(subject: Subject, whole: Recorded, wrong: list[Difference]) -> str | None:
@@ -63,7 +65,7 @@ def _explains(subject: Subject, role: str, whole: Recorded, wrong: list[Differen
     own = _own_names(subject, role)
     try:
         still = run(module, whole, "shadow", subject.seed)
-        moved = [_moved(module, own, whole, subject.seed, trial) for trial in range(TRIALS)]
+        moved = [_moved(module, own, whole, subject.seed, trial) for trial in enumerate(TRIALS)]
     except CannotRunError:
         return False
     responses = {d.pass_: max(_response(still, m, d.pass_) for m in moved) for d in wrong}
@@ -80,21 +82,30 @@ def _own_names(subject: Subject, role: str) -> list[str]:
     module = getattr(subject, role)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     if role == "reference":
-        names = {*subject.fold.unplaced, *subject.written_otherwise}
+        names = {*subject.fold.unplaced, *in_another_form(subject)}
     else:
-        otherwise = frozenset().union(*(subject.fold.sources(n) for n in subject.written_otherwise))
+        otherwise = frozenset().union(*(subject.fold.sources(n) for n in in_another_form(subject)))
         names = {*subject.fold.unused, *otherwise}
     return [n for n in tensors if n in names and tensors[n].is_floating_point()]
 
 
-def _moved(module: nn.Module, names: list[str], whole: Recorded, seed: int, trial: int) -> Passes:
+def _direction(tensor: Tensor, how: str, generator: torch.Generator) -> Tensor:
+    """1 away from zero, -1 towards it."""
+    if how == "all":
+        return torch.ones_like(tensor)
+    one_a_row = how == "rows" and tensor.dim() > 1
+    shape = (len(tensor), *[1] * (tensor.dim() - 1)) if one_a_row else tensor.shape
+    up = torch.rand(shape, generator=generator).to(tensor.device) < 0.5
+    return torch.where(up, 1.0, -1.0).to(tensor).expand_as(tensor)
+
+
+def _moved(module: nn.Module, names: list[str], whole: Recorded, seed: int, trial: tuple[int, str]) -> Passes:
     """A run with each constant, and each of the tensors ``names``, moved by one unit in the last place."""
-    twin, generator = copied(module), torch.Generator().manual_seed(trial)
+    twin, generator = copied(module), torch.Generator().manual_seed(trial[0])
     for name in names:
         prefix, _, key = name.rpartition(".")
         tensor = getattr(twin.get_submodule(prefix), key)
-        up = torch.rand(tensor.shape, generator=generator).to(tensor.device) < 0.5
         with torch.no_grad():
-            infinite = torch.full_like(tensor, torch.inf)
-            tensor.copy_(torch.nextafter(tensor, torch.where(up, infinite, -infinite)))
+            away = torch.where(tensor < 0, -torch.inf, torch.inf).to(tensor)
+            tensor.copy_(torch.nextafter(tensor, away * _direction(tensor, trial[1], generator)))
     return run(twin, whole, "shadow", seed, nudge=generator)

@@ -7,7 +7,7 @@ candidate's module gets the same. What differs then, arose there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,6 +40,7 @@ class Local:
         calls: reference name -> calls, in the order of execution.
         theirs: candidate name -> calls in the candidate's own run; None where it cannot be watched.
         pairs: reference name -> candidate name.
+        read: the fold of what can be compared; all of it where None.
     """
 
     reference: nn.Module
@@ -49,8 +50,10 @@ class Local:
     calls: Mapping[str, list[Recorded]]
     theirs: Mapping[str, list[Recorded]] | None
     seed: int = 0
+    read: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
 
     def __post_init__(self) -> None:
+        self.read = self.read or self.fold
         self._mine = dict(self.reference.named_modules())
         self._others = dict(self.candidate.named_modules())
         self._compared: dict[tuple[str, bool], list[Comparison]] = {}
@@ -108,7 +111,7 @@ class Local:
         mine, theirs = self.pair(name)
         try:
             prefixes = name, self.pairs[name]
-            return compare(mine, theirs, call, self.fold, prefixes=prefixes, seed=self.seed)
+            return compare(mine, theirs, call, self.read, prefixes=prefixes, seed=self.seed)
         except CannotRunError:
             return None
 

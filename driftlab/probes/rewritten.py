@@ -116,7 +116,7 @@ def _only_ties(local: Local, name: str, wrong: list, call: Recorded) -> bool:
         return False
     mine, theirs = local.pair(name)
     prefixes = name, local.pairs[name]
-    again = compare(mine, theirs, without_ties(call), local.fold, prefixes=prefixes, evaluate=False)
+    again = compare(mine, theirs, without_ties(call), local.read, prefixes=prefixes, evaluate=False)
     return not again.wrong()
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from driftlab import assert_equivalent
 
@@ -105,6 +106,28 @@ def test_eval_mode_counts():
 
     with pytest.raises(AssertionError, match="eval"):
         assert_equivalent(nn.BatchNorm2d(4), Forgetful(4), image())
+
+
+def test_a_norm_in_eval_mode_folded_into_its_conv_passes():
+    torch.manual_seed(0)
+    reference = nn.Sequential(nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5), nn.ReLU())
+    reference(2 * image() + 1)
+    reference.eval()
+
+    def folded(model):
+        return nn.Sequential(fuse_conv_bn_eval(model[0], model[1]), model[2]).eval()
+
+    assert_equivalent(reference, folded, image())
+    other = copy.deepcopy(reference)
+    other[1].eps *= 100
+    with pytest.raises(AssertionError, match="not the same function"):
+        assert_equivalent(reference, folded(other), image())
+
+
+@pytest.mark.parametrize("compiled", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(3, 7))])
+def test_torchscript_is_copied_as_it_is(compiled):
+    layer = nn.Linear(7, 5)
+    assert_equivalent(layer, compiled(copy.deepcopy(layer)), torch.randn(4, 7))
 
 
 def test_inputs_and_modules_are_left_as_they_were():
