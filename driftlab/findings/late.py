@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from driftlab.evidence import HALFWAY
+from driftlab.findings.determinism import is_compiled
 from driftlab.findings.function import ask_function
 from driftlab.findings.precision import ask_precision
 from driftlab.late import Snapshots, is_wrong
@@ -24,6 +25,10 @@ LAST = "At the end of the window, on the same weights, do both still compute the
 
 def ask_repeat(snapshots: Snapshots, record: SeedRecord, second: SeedRecord) -> Finding:
     """The float32 pair twice over: what strikes rarely has as many chances again."""
+    subject = snapshots.subject
+    if is_compiled(subject.reference) or is_compiled(subject.candidate):
+        # its first calls are profiled, and the two runs do not evaluate at the same steps
+        return Finding(Evidence("repeat", REPEAT, None, 0.0, None, "not asked of compiled code"))
     step = same_rows(record, second)
     if step is None:
         updates = len(second.curves) - 1
