@@ -13,14 +13,14 @@ from torch.optim import Optimizer
 
 from driftlab.calling import calling
 from driftlab.examination import Examination, examined
-from driftlab.findings.late import ask_excess, ask_last, ask_repeat, ask_since, ask_written_otherwise
+from driftlab.findings.late import ask_last, ask_later, ask_repeat, ask_since
 from driftlab.late import Snapshots
 from driftlab.lockstep import cast
 from driftlab.pair import DiagnoseError, Rewrite, the_pair
-from driftlab.pairs import evaluation_excess, window_pair
+from driftlab.pairs import first_excess
 from driftlab.probes.arithmetic import CannotRunError
 from driftlab.records import SeedRecord
-from driftlab.rules import judge
+from driftlab.rules import judge, settled_by
 from driftlab.shadow import eager
 from driftlab.subject import Subject
 from driftlab.verdict import Evidence, Finding, Judgement, Place, Verdict
@@ -118,33 +118,23 @@ def diagnosed(subject: Subject, batches: Batches, steps: int) -> SeedRecord:
 
 def _trained(subject: Subject, batches: Batches, steps: int, found: Examination) -> SeedRecord:
     """The window, or, where the probes have settled it, the step from which it shows."""
-    if found.supports(Verdict.BUG) or found.supports(Verdict.NONDETERMINISTIC):
-        since = [
-            ask_since(f, subject, batches, steps, found.float64) if f.evidence.supports is Verdict.BUG else f
-            for f in found.findings
-        ]
-        return SeedRecord(subject.seed, [], [], {"arms": {}, "probes": _stored(since)})
+    if settled_by(found.findings):
+        verdict, decisive = settled_by(found.findings)
+        since = decisive
+        if verdict is Verdict.BUG:
+            since = ask_since(decisive, subject, batches, steps, found.float64)
+        findings = [since if f is decisive else f for f in found.findings]
+        return SeedRecord(subject.seed, [], [], {"arms": {}, "probes": _stored(findings)})
     record = Window(subject, batches, steps, float64=found.float64).run()
     second = Window(subject, batches, steps, dtypes=("float32",), controls=())
     snapshots = Snapshots(subject, second)
     findings = [*found.findings, ask_repeat(snapshots, record, second.record())]
     if findings[-1].evidence.supports is None:
-        findings += _later(snapshots, record, steps, found.supports(Verdict.REDUCED_PRECISION))
+        excess = first_excess([record], narrow=found.supports(Verdict.REDUCED_PRECISION))
+        findings += ask_later(subject, excess, lambda _: snapshots, lambda: ask_last(snapshots, steps))
     return SeedRecord(
         subject.seed, record.curves, record.evaluations, record.run | {"probes": _stored(findings)}
     )
-
-
-def _later(snapshots: Snapshots, record: SeedRecord, steps: int, narrow: bool) -> list[Finding]:
-    pair, excess = window_pair([record], "candidate")
-    if pair.probe == "float32_pair" and narrow:
-        excess = None
-    excess = excess or evaluation_excess([record])
-    if snapshots.subject.written_otherwise:  # there is no putting both on the same weights
-        return ask_written_otherwise(snapshots.subject, excess) if excess and excess.step else []
-    found = ask_excess(snapshots, excess) if excess else []
-    wrong = any(f.evidence.supports in (Verdict.BUG, Verdict.NONDETERMINISTIC) for f in found)
-    return found if wrong else found + ask_last(snapshots, steps)
 
 
 def _stored(findings: list[Finding]) -> list[dict]:

@@ -8,7 +8,7 @@ numbers in place of weights; else by *value*, from the equal weights that the tw
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -173,7 +173,7 @@ def _place_by_tags(
         )
         return {}
     if repeated:
-        notes.append(f"in several places in the candidate, of which the first is taken: {_listed(repeated)}")
+        notes.append(f"in several places in the candidate, of which the first is taken: {listed(repeated)}")
     return {name: where for name, where in positions.items() if not assignment.place(name, where, "tags")}
 
 
@@ -194,7 +194,7 @@ def _remarks(assignment: Assignment) -> list[str]:
     notes = []
     by_name = [name for name in assignment.mine if assignment.how.get(name) == "name"]
     if by_name:
-        notes.append(f"placed by name only, for the values differ: {_listed(by_name)}")
+        notes.append(f"placed by name only, for the values differ: {listed(by_name)}")
     for source in assignment.theirs:
         free = int(assignment.free_of(source).sum()) if source in assignment.touched else 0
         if free:
@@ -205,7 +205,7 @@ def _remarks(assignment: Assignment) -> list[str]:
     constant = [name for name in constant if assignment.mine[name].numel() > 1]
     if reordered and constant:
         notes.append(
-            f"channels change their order, and that of constant tensors is a guess: {_listed(constant)}"
+            f"channels change their order, and that of constant tensors is a guess: {listed(constant)}"
         )
     return notes
 
@@ -220,5 +220,6 @@ def _is_reordered(placed: Placement) -> bool:
     return isinstance(placed, Gathered) or placed.index is not None
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first five names, and how many more there are."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -33,6 +33,10 @@ class Excess:
     allowed: float
     moved: bool = False
 
+    def since(self, pass_: str) -> int:
+        """The step at fault: weights that differ at a row were parted by the update before it."""
+        return max(0, self.step - 1) if pass_ == "update" else self.step
+
 
 def _own_rounding(record: SeedRecord, role: str) -> float:
     """What float32 lets expect of the float64 pair before any update: 2^-29 of its logit distance.
@@ -177,6 +181,31 @@ def _worst_evaluation(record: SeedRecord, role: str, kind: str, pass_: str) -> t
         if not ratio <= HALFWAY:
             break
     return worst
+
+
+def first_excess(records: Sequence[SeedRecord], narrow: bool) -> Excess | None:
+    """The first excess of the candidate's pair, in training, else in eval mode or in its buffers.
+
+    Args:
+        narrow: whether the candidate computes in fewer bits: its float32 pair then looks like a bug's.
+    """
+    pair, excess = window_pair(records, "candidate")
+    if narrow and pair.probe == "float32_pair":
+        excess = None
+    return excess or evaluation_excess(records)
+
+
+def honoured(record: SeedRecord) -> SeedRecord:
+    """The record less a float64 pair that is none: the candidate computes in fewer bits all the same."""
+    if record.run.get("float64", True):
+        return record
+    arm = "candidate.float64"
+    curves, evaluations = (
+        [{c: v for c, v in row.items() if not c.endswith(f"/{arm}")} for row in table]
+        for table in (record.curves, record.evaluations)
+    )
+    run = record.run | {"arms": {a: v for a, v in record.run["arms"].items() if a != arm}}
+    return SeedRecord(record.seed, curves, evaluations, run)
 
 
 def evaluation_excess(records: Sequence[SeedRecord]) -> Excess | None:

@@ -38,8 +38,8 @@ def judge(records: Sequence[SeedRecord], subject: str = "candidate") -> Judgemen
     if not records:
         return Judgement(Verdict.INCONCLUSIVE, "no seed has finished: run the same command again", [])
     probes = _probes(records) if subject == "candidate" else []
-    honoured = [_honoured(r) for r in records]
-    settled = _settled(probes)
+    honoured = [pairs.honoured(r) for r in records]
+    settled = settled_by(probes)
     if settled is None:
         return _from_curves(honoured, subject, probes)
     verdict, finding = settled
@@ -47,23 +47,22 @@ def judge(records: Sequence[SeedRecord], subject: str = "candidate") -> Judgemen
     if any(r.curves for r in records):
         shown = _from_curves(honoured, subject, probes)
         evidence, outcomes = shown.evidence, shown.outcomes
+    finding = _since(finding, honoured)
     headline = _settled_headline(verdict, finding, len(records))
-    return Judgement(verdict, headline, evidence, _since(finding, honoured), outcomes)
+    return Judgement(verdict, headline, evidence, finding.place, outcomes)
 
 
 # Probes that feed modules, or optimizers, what this training may come to later or never.
 OFF_THE_PATH = ("fewer_samples", "rewritten_modules", "update")
 
 
-def _since(finding: Finding, records: Sequence[SeedRecord]) -> Place | None:
-    """The place, with the step from which the curves show what a probe found beside the training's path."""
+def _since(finding: Finding, records: Sequence[SeedRecord]) -> Finding:
+    """The finding, from the step at which the curves show what a probe found beside the training's path."""
     place = finding.place
     if place is None or place.step or finding.evidence.probe not in OFF_THE_PATH:
-        return place
+        return finding
     _, excess = pairs.window_pair(records, "candidate")
-    if excess is None:
-        return place
-    return replace(place, step=excess.step - 1 if place.pass_ == "update" and excess.step else excess.step)
+    return finding.at_step(excess.since(place.pass_)) if excess else finding
 
 
 def _probes(records: Sequence[SeedRecord]) -> list[Finding]:
@@ -82,7 +81,7 @@ def _speaks(finding: Finding) -> bool:
     return finding.evidence.supports not in (None, Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
 
 
-def _settled(probes: list[Finding]) -> tuple[Verdict, Finding] | None:
+def settled_by(probes: Sequence[Finding]) -> tuple[Verdict, Finding] | None:
     """What probes alone decide: a network that does not repeat itself, then another function."""
     for verdict in (Verdict.BUG, Verdict.NONDETERMINISTIC):
         for finding in probes:
@@ -95,19 +94,6 @@ def _settled_headline(verdict: Verdict, finding: Finding, n: int) -> str:
     seeds = f" ({n} seed{'s' if n > 1 else ''})"
     opening = "not the same function: " if verdict is Verdict.BUG else ""
     return opening + finding.evidence.reading + seeds
-
-
-def _honoured(record: SeedRecord) -> SeedRecord:
-    """The record less a float64 pair that is none: the candidate computes in fewer bits all the same."""
-    if record.run.get("float64", True):
-        return record
-    arm = "candidate.float64"
-    curves, evaluations = (
-        [{c: v for c, v in row.items() if not c.endswith(f"/{arm}")} for row in table]
-        for table in (record.curves, record.evaluations)
-    )
-    run = record.run | {"arms": {a: v for a, v in record.run["arms"].items() if a != arm}}
-    return SeedRecord(record.seed, curves, evaluations, run)
 
 
 def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Finding]) -> Judgement:
@@ -190,7 +176,7 @@ def _place(
     if excess is None:
         return eval_place
     pass_ = dict(ask.PASSES)[excess.kind]
-    return Place(None, pass_, excess.step - 1 if pass_ == "update" and excess.step else excess.step)
+    return Place(None, pass_, excess.since(pass_))
 
 
 _SENTENCES = {

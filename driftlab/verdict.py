@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 
 
@@ -70,6 +70,13 @@ class Finding:
 
     evidence: Evidence
     place: Place | None = None
+
+    def at_step(self, step: int) -> Finding:
+        """The same, with the step from which it shows, in its place and in its sentence."""
+        if self.place is None:
+            return self
+        reading = self.evidence.reading.replace(f"since step {self.place.step}", f"since step {step}")
+        return Finding(replace(self.evidence, reading=reading), replace(self.place, step=step))
 
     def as_dict(self) -> dict:
         return self.evidence.as_dict() | {"place": self.place.as_dict() if self.place else None}

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from driftlab.arm import Arm
 from driftlab.examination import examined
-from driftlab.findings.late import ask_excess, ask_last, ask_written_otherwise
+from driftlab.findings.late import ask_last, ask_later
 from driftlab.late import Snapshots
-from driftlab.pairs import evaluation_excess, window_pair
+from driftlab.pairs import first_excess, honoured
 from driftlab.probes.sizes import fewer_samples
 from driftlab.records import SeedRecord, read_json, read_table, write_json
+from driftlab.rules import settled_by
 from driftlab.verdict import Finding, Verdict
 from experiments.data.batches import Batches
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 # A replay keeps both networks at each of its steps: no more of them than that.
 LONGEST_REPLAY = 150
-SETTLED = (Verdict.BUG, Verdict.NONDETERMINISTIC)
 
 
 def probed(experiment: Experiment, built: Built, home: Path) -> dict:
@@ -42,26 +42,19 @@ def probed(experiment: Experiment, built: Built, home: Path) -> dict:
 
 def probed_later(experiment: Experiment, seed: int, built: Built, home: Path, record: dict) -> list[dict]:
     """Where the pair left its controls, and at the end: nothing where the first probes settled it."""
-    subject = built.subject
-    if subject is None or any(Finding.from_dict(f).evidence.supports in SETTLED for f in record["probes"]):
-        return []
+    subject, probes = built.subject, [Finding.from_dict(f) for f in record["probes"]]
     arms = {arm.name: arm for arm in built.lockstep.arms}
-    if not {"reference.float32", "candidate.float32"} <= set(arms):
+    if subject is None or settled_by(probes) or not {"reference.float32", "candidate.float32"} <= set(arms):
         return []
     tables = (read_table(home / name) for name in ("curves.csv", "evaluations.csv"))
-    records = [SeedRecord(seed, *tables, record)]
-    pair, excess = window_pair(records, "candidate")
-    if pair.probe == "float32_pair" and any(
-        f["supports"] == Verdict.REDUCED_PRECISION for f in record["probes"]
-    ):
-        excess = None
-    excess = excess or (evaluation_excess(records) if record["float64"] else None)
-    if subject.written_otherwise:
-        found = ask_written_otherwise(subject, excess) if excess and excess.step else []
-        return [f.as_dict() for f in found]
-    found = ask_excess(_replayed(experiment, seed, subject, excess.step), excess) if excess else []
-    if not any(f.evidence.supports in SETTLED for f in found):
-        found += _at_the_end(experiment, seed, built, arms)
+    narrow = any(f.evidence.supports is Verdict.REDUCED_PRECISION for f in probes)
+    excess = first_excess([honoured(SeedRecord(seed, *tables, record))], narrow)
+    found = ask_later(
+        subject,
+        excess,
+        lambda step: _replayed(experiment, seed, subject, step),
+        lambda: _at_the_end(experiment, seed, built, arms),
+    )
     return [f.as_dict() for f in found]
 
 

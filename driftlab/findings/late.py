@@ -9,11 +9,12 @@ from driftlab.evidence import HALFWAY
 from driftlab.findings.determinism import is_compiled
 from driftlab.findings.function import ask_function
 from driftlab.findings.precision import ask_precision
+from driftlab.fold import listed
 from driftlab.late import Snapshots, is_wrong
 from driftlab.pairs import Excess, window_pair
 from driftlab.probes.determinism import repeats
 from driftlab.records import SeedRecord
-from driftlab.rules import OFF_THE_PATH
+from driftlab.rules import OFF_THE_PATH, settled_by
 from driftlab.subject import Subject
 from driftlab.verdict import Evidence, Finding, Place, Verdict
 from driftlab.window import CONTROLS, Batches, Window, same_rows
@@ -80,12 +81,8 @@ def locate(snapshots: Snapshots, step: int) -> list[Finding]:
 
 
 def _late(finding: Finding, step: int) -> Finding:
-    e, place = finding.evidence, finding.place
-    place = Place(place.module, place.pass_, step) if place else None
-    reading = e.reading.replace("since step 0", f"since step {step}")
-    return Finding(
-        Evidence(f"{e.probe}_later", e.question, e.measured, e.threshold, e.supports, reading), place
-    )
+    moved = finding.at_step(step)
+    return replace(moved, evidence=replace(moved.evidence, probe=f"{finding.evidence.probe}_later"))
 
 
 def ask_since(finding: Finding, subject: Subject, batches: Batches, steps: int, float64: bool) -> Finding:
@@ -98,19 +95,16 @@ def ask_since(finding: Finding, subject: Subject, batches: Batches, steps: int, 
     for step in window.walk():
         excess = step and window_pair([window.record()], "candidate")[1]
         if excess:
-            since = excess.step - 1 if place.pass_ == "update" and excess.step else excess.step
-            return replace(finding, place=replace(place, step=since))
+            return finding.at_step(excess.since(place.pass_))
     return finding
 
 
 def ask_written_otherwise(subject: Subject, excess: Excess) -> list[Finding]:
     """Weights that the candidate writes otherwise start alike and are moved otherwise."""
     names = subject.written_otherwise
-    step = max(0, excess.step - 1)
-    place = Place(names[0].rpartition(".")[0], "update", step)
-    listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    place = Place(names[0].rpartition(".")[0], "update", excess.since("update"))
     reading = (
-        f"{place}: the candidate holds {listed} in another form; both agree before the update and no "
+        f"{place}: the candidate holds {listed(names)} in another form; both agree before the update and no "
         f"longer after it, "
         f"since the optimizer moves what is stored"
     )
@@ -121,6 +115,24 @@ def ask_written_otherwise(subject: Subject, excess: Excess) -> list[Finding]:
             place,
         )
     ]
+
+
+def ask_later(
+    subject: Subject,
+    excess: Excess | None,
+    snapshots: Callable[[int], Snapshots],
+    at_the_end: Callable[[], list[Finding]],
+) -> list[Finding]:
+    """What curves that leave their controls come from; where that is no fault, the end is looked at too.
+
+    Args:
+        snapshots: the pair up to a step.
+        at_the_end: asks of the pair after the last update.
+    """
+    if subject.written_otherwise:  # there is no putting both on the same weights
+        return ask_written_otherwise(subject, excess) if excess and excess.step else []
+    found = ask_excess(snapshots(excess.step), excess) if excess else []
+    return found if settled_by(found) else found + at_the_end()
 
 
 CONFIRM = "Where the pair leaves its controls, do both differ on the same weights and the same batch?"

@@ -11,8 +11,7 @@ from driftlab.findings.streams import drawn_otherwise
 from driftlab.probes.arithmetic import CannotRunError, Recorded
 from driftlab.probes.comparison import compare
 from driftlab.probes.difference import Difference
-from driftlab.probes.locating import without_ties
-from driftlab.probes.sizes import centred, samples, samples_of
+from driftlab.probes.sizes import centred, samples, samples_of, without_ties
 from driftlab.verdict import Evidence, Place, Verdict
 
 PAIRS = 3

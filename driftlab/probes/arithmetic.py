@@ -21,8 +21,6 @@ from driftlab.distance import named_leaves
 from driftlab.lockstep import cast, evaluation_mode, seed_random_layers
 from driftlab.shadow import eager, held, shadow, shadow_arithmetic, shadowed
 
-ARITHMETICS = ("float32", "float64", "shadow", "shadow64")
-
 
 @dataclass
 class Recorded:

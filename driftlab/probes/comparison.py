@@ -20,8 +20,8 @@ class Comparison:
 
     Attributes:
         differences: in the order of ``PASSES``.
-        failed: arithmetic -> what the candidate raised in it, for those that it cannot run in.
-        unsound: arithmetics in which the reference itself cannot run, or repeats nothing.
+        failed: arithmetic -> what one of the two raised in it, for those that they cannot both run in.
+        ran: the arithmetics that both ran in.
     """
 
     differences: list[Difference]

@@ -8,7 +8,7 @@ candidate's module gets the same. What differs then, arose there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from driftlab.modules import is_rewritten
 from driftlab.probes.arithmetic import CannotRunError, Recorded, run
 from driftlab.probes.comparison import Comparison, compare
 from driftlab.probes.difference import Difference
-from driftlab.probes.sizes import batch_of
+from driftlab.probes.sizes import batch_of, without_ties
 
 # A module whose borders a rewrite moved (conv and norm fused into one, an Identity in the other's place)
 # gives something else altogether. Below this relative difference the borders are the same and the function is
@@ -190,21 +190,3 @@ def slightly_wrong(local: Local) -> tuple[str, Difference] | None:
         if wrong and wrong.relative < SAME_BORDERS:
             return name, wrong
     return None
-
-
-def without_ties(call: Recorded) -> Recorded:
-    """The call with a little noise on its inputs."""
-    return replace(call, args=_jittered(call.args), kwargs=_jittered(call.kwargs))
-
-
-def _jittered(values: object) -> object:
-    generator = torch.Generator().manual_seed(0)
-
-    def jitter(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or tensor.dim() == 0:
-            return tensor
-        noise = torch.randn(tensor.shape, generator=generator).to(tensor)
-        scale = 1e-3 * tensor.detach().std(correction=0)
-        return (tensor.detach() + scale * noise).requires_grad_(tensor.requires_grad)
-
-    return pytree.tree_map_only(Tensor, jitter, values)

@@ -69,8 +69,8 @@ def _keeper(call: Recorded, name: str) -> Callable[[Tensor], None]:
 def _kept(values: object) -> object:
     """Copies: a module may write into what it is given. Which of them take a gradient is kept too."""
 
-    def copied(tensor: Tensor) -> Tensor:
+    def kept(tensor: Tensor) -> Tensor:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     with torch.no_grad():
-        return pytree.tree_map_only(Tensor, copied, values)
+        return pytree.tree_map_only(Tensor, kept, values)

@@ -16,8 +16,8 @@ from driftlab.fold_layout import FoldError
 from driftlab.probes.arithmetic import CannotRunError, Recorded
 from driftlab.probes.comparison import Comparison, compare
 from driftlab.probes.integers import IntegerPair, operand_bits
-from driftlab.probes.locating import Local, without_ties
-from driftlab.probes.sizes import batch_of, other_sizes, other_values, with_gradients, zeros
+from driftlab.probes.locating import Local
+from driftlab.probes.sizes import batch_of, other_sizes, other_values, with_gradients, without_ties, zeros
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from driftlab.distance import relative_distance
-from driftlab.fold import Fold
+from driftlab.fold import Fold, listed
 from driftlab.unfold import floating_tensors
 from driftlab.verdict import Place, Verdict
 
@@ -41,8 +41,7 @@ def start_differences(reference: nn.Module, candidate: nn.Module, fold: Fold) ->
     real = {n for n, t in floating_tensors(reference).items() if t.numel()}
     missing = [n for n in fold.unplaced if n in real]
     if missing:
-        listed = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-        found.append(Start(f"not found in the candidate: {listed}; judged without them", None, None))
+        found.append(Start(f"not found in the candidate: {listed(missing)}; judged without them", None, None))
     return found
 
 

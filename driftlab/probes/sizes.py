@@ -117,6 +117,17 @@ def centred(call: Recorded) -> Recorded:
     return _values(call, lambda t: (t - t.mean()) / t.std(correction=0).clamp_min(1e-30))
 
 
+def without_ties(call: Recorded) -> Recorded:
+    """The call with a little noise on its inputs, so that no two entries are equal."""
+    generator = torch.Generator().manual_seed(0)
+
+    def jitter(tensor: Tensor) -> Tensor:
+        noise = torch.randn(tensor.shape, generator=generator).to(tensor)
+        return tensor + 1e-3 * tensor.std(correction=0) * noise
+
+    return _values(call, jitter)
+
+
 def zeros(call: Recorded) -> tuple[str, Recorded]:
     """Every other sample is zero. For the forward pass alone: kinks lie at zero, and ties."""
     few = batch_of(call, min(FEW, _samples(call))) or call

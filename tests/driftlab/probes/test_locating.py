@@ -9,7 +9,8 @@ from torch import nn
 
 from driftlab.fold import find_fold
 from driftlab.probes.arithmetic import Recorded
-from driftlab.probes.locating import SAME_BORDERS, first_wrong, slightly_wrong, without_ties
+from driftlab.probes.locating import SAME_BORDERS, first_wrong, slightly_wrong
+from driftlab.probes.sizes import without_ties
 from driftlab.subject import Subject
 from tests.driftlab.probes.layers import FAULTS, Halves, Layer, plain
 from tests.driftlab.shadowing import Calling
