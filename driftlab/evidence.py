@@ -65,7 +65,8 @@ def dtype_ratio(records: Sequence[SeedRecord], role: str) -> Evidence:
     ratios, floor = [], HALFWAY * UNIT_ROUND_OFF["float64"]
     for record in records:
         for kind, _ in PASSES[:2]:
-            wide, narrow = (record.series(kind, f"{role}.{d}").get(0) for d in ("float64", "float32"))
+            starts = (record.series(kind, f"{role}.{d}").get(0) for d in ("float64", "float32"))
+            wide, narrow = map(_finite, starts)
             if wide is not None and narrow is not None and (narrow or wide > floor):
                 ratios.append(wide / max(narrow, UNIT_ROUND_OFF["float32"]))
     question = (
@@ -79,6 +80,11 @@ def dtype_ratio(records: Sequence[SeedRecord], role: str) -> Evidence:
     reading = f"float64 over float32 distance {_power(worst)}; rounding predicts 2^-29"
     verdict = Verdict.ROUND_OFF if worst <= 1 / HALFWAY else Verdict.BUG
     return Evidence("dtype_ratio", question, worst, 1 / HALFWAY, verdict, reading)
+
+
+def _finite(value: float | None) -> float | None:
+    """A distance between networks that gave NaN or inf says nothing; that they did is said elsewhere."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _power(ratio: float) -> str:
@@ -115,7 +121,7 @@ def float32_start(records: Sequence[SeedRecord], role: str, same_function: bool 
 def _start_ratio(record: SeedRecord, role: str) -> float | None:
     def at_start(kind: str, name: str) -> float | None:
         jumps = kind == "gradient_distance" and record.series("sign_flips", name).get(0, 0)
-        return None if jumps else record.series(kind, name).get(0)
+        return None if jumps else _finite(record.series(kind, name).get(0))
 
     arm, ratios = f"{role}.float32", []
     for kind, _ in PASSES[:2]:

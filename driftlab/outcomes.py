@@ -24,7 +24,9 @@ def fell_over(record: SeedRecord, arm: str) -> bool:
     losses = record.series("loss", arm)
     steps = sorted(losses)
     tail = [losses[s] for s in steps[-max(1, len(steps) // 10) :]]
-    return len(steps) > 1 and median(tail) > FALLEN * losses[steps[0]]
+    first = losses[steps[0]] if steps else 0.0
+    # of a loss below zero: risen by as much as it lay below
+    return len(steps) > 1 and median(tail) - first > (FALLEN - 1) * abs(first)
 
 
 def outcomes(records: Sequence[SeedRecord], role: str) -> dict:

@@ -17,6 +17,7 @@ In this order, the first that applies:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -182,7 +183,7 @@ def _place(
 _SENTENCES = {
     Verdict.BIT_IDENTICAL: "the {subject} does not differ from its reference in any bit",
     Verdict.ROUND_OFF: "the same function: what differs is rounding, and it grows as it does in the control",
-    Verdict.REDUCED_PRECISION: "the same function in float64, computed in fewer bits than float32 promises",
+    Verdict.REDUCED_PRECISION: "the same function, computed in fewer bits than float32 promises",
     Verdict.UNSTABLE: "the same function, but the training sits on an edge: round-off decides who falls over",
     Verdict.BUG: "not the same function: {place}, by more than rounding makes",
 }
@@ -192,6 +193,9 @@ def _headline(verdict: Verdict, found: dict[str, Evidence], subject: str, place:
     seeds = f"{n} seed{'s' if n > 1 else ''}"
     if verdict is not Verdict.INCONCLUSIVE:
         return _SENTENCES[verdict].format(subject=subject, place=place or subject) + f" ({seeds})"
+    first = found["same_bits"].measured
+    if first is not None and math.isnan(first):
+        return f"nothing finite to compare from the first step on ({seeds}): check data, loss, learning rate"
     if all(p not in found or found[p].measured is None for p in _SAME_FUNCTION[subject]):
         return "float32 alone cannot tell rounding from a bug: run again with dtypes=[float32,float64]"
     if found["stability"].measured:

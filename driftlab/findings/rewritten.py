@@ -57,6 +57,8 @@ def _agreed(seen: Rewritten, modules: int) -> str:
         )
     if seen.inapplicable:
         parts.append(f"{len(seen.inapplicable)} not exact in integers in the reference either")
+    if seen.unplaced:
+        parts.append(f"{len(seen.unplaced)} with weights that integers cannot stand for in both")
     parts.append(f"{seen.other} comparisons at other sizes and values within rounding")
     parts += [f"{name} keeps {bits} bits of its operands" for name, bits in seen.bits.items()]
     if seen.other_weights:

@@ -60,7 +60,9 @@ class Comparison:
 
     def _sorted(self, differences: Iterable[Difference]) -> list[Difference]:
         def rank(d: Difference) -> tuple:
-            return PASSES.index(d.pass_), -max(d.excess(a) for a in self.ran or ("float64",))
+            excess = max(d.excess(a) for a in self.ran or ("float64",))
+            # the loss is a number made of the outputs: what they are off by says more
+            return PASSES.index(d.pass_), d.name == "loss", -excess
 
         return sorted(differences, key=rank)
 

@@ -37,6 +37,7 @@ class Rewritten:
     Attributes:
         exact: integer checks passed bit for bit; inexact: those that were not, though within rounding.
         inapplicable: modules that are not exact in integers themselves (norms, softmax).
+        unplaced: modules of which one has weights that the other has no place for.
         other: comparisons at other sizes and values that agreed.
         faults: those that did not.
         other_weights: modules that agree with their own weights and not with integer ones (a row that stays
@@ -48,6 +49,7 @@ class Rewritten:
     exact: int = 0
     inexact: int = 0
     inapplicable: list[str] = field(default_factory=list)
+    unplaced: list[str] = field(default_factory=list)
     other: int = 0
     faults: list[Fault] = field(default_factory=list)
     other_weights: list[str] = field(default_factory=list)
@@ -131,7 +133,7 @@ def _integers(local: Local, name: str, call: Recorded, found: Rewritten) -> None
     try:
         pair.set_weights(pair.small)
     except FoldError:
-        found.inapplicable.append(name)
+        found.unplaced.append(name)
         return
     applicable = False
     for sized in _integer_calls(call):

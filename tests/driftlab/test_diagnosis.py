@@ -276,3 +276,16 @@ def test_bad_arguments_are_one_clear_line(arguments, message):
         diagnose(*arguments)
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
+
+
+def test_what_is_off_is_said_of_the_outputs_not_of_the_loss_made_of_them():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(6, 6, 3, padding=1, groups=2, bias=False)
+    other = nn.Conv2d(6, 6, 3, padding=1, groups=2, bias=False)
+    # targets so large that the loss hardly depends on the outputs
+    x, target = torch.randn(2, 6, 9, 9), torch.randn(2, 6, 9, 9) * 30
+    diagnosis = diagnose(conv, other, [(x, target)], loss=F.mse_loss, steps=3)
+    outputs = float(((conv(x) - other(x)).norm() / conv(x).norm()).detach())
+    function = next(e for e in diagnosis.evidence if e.probe in ("function", "same_start") and e.supports)
+    assert diagnosis.verdict == "bug"
+    assert f"{outputs:.2g} (relative)" in function.reading

@@ -215,3 +215,20 @@ def test_mcnemar_against_summing_the_binomial(pairs):
     n = b + c
     tail = sum(math.comb(n, k) for k in range(min(b, c) + 1)) / 2**n
     assert mcnemar_exact(first, second) == pytest.approx(min(1.0, 2 * tail) if n else 1.0)
+
+
+@pytest.mark.parametrize(("ends", "fell"), [(-9.0, False), (-3.0, False), (-0.1, False), (2.5, True)])
+def test_a_loss_below_zero_falls_over_when_it_rises_not_when_it_falls(ends, fell):
+    falling = record(loss=lambda arm, s: -2.0 + (ends + 2.0) * min(1.0, s / 30))
+    judgement = judge([falling])
+    assert judgement.outcomes["fell_over"]["reference.float32"] == {0: fell}
+
+
+def test_nan_from_the_start_accuses_nobody():
+    start = record(loss=lambda arm, s: math.nan)
+    row = {k: math.nan if "distance/" in k else v for k, v in start.curves[0].items()}
+    arms = {name: arm | {"blown_up_at": 0} for name, arm in start.run["arms"].items()}
+    judgement = judge([SeedRecord(0, [row], [], {"arms": arms})])
+    assert judgement.verdict == "inconclusive"
+    assert "nothing finite to compare" in judgement.headline
+    assert not any("nan" in e.reading for e in judgement.evidence)
