@@ -1,6 +1,7 @@
 """driftlab: is it round-off, unstable training, or a bug in the rewrite?
 
-``diagnose`` compares two networks in training, ``assert_equivalent`` two modules in a unit test.
+``diagnose`` compares two networks in training, ``assert_equivalent`` two modules in a unit test,
+``gradient_check`` a gradient with its loss; ``batch_invariant`` makes a row's answer that of any batch size.
 """
 
 from __future__ import annotations
@@ -9,18 +10,34 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from driftlab.assertion import assert_equivalent
+    from driftlab.batch_invariance import batch_invariant
     from driftlab.diagnosis import Diagnosis, diagnose
+    from driftlab.finite.check import GradientCheck, gradient_check
     from driftlab.pair import DiagnoseError
     from driftlab.verdict import Evidence, Place, Verdict
 
-__all__ = ["DiagnoseError", "Diagnosis", "Evidence", "Place", "Verdict", "assert_equivalent", "diagnose"]
+__all__ = [
+    "DiagnoseError",
+    "Diagnosis",
+    "Evidence",
+    "GradientCheck",
+    "Place",
+    "Verdict",
+    "assert_equivalent",
+    "batch_invariant",
+    "diagnose",
+    "gradient_check",
+]
 
 _HOMES = {
     "assert_equivalent": "driftlab.assertion",
+    "batch_invariant": "driftlab.batch_invariance",
     "diagnose": "driftlab.diagnosis",
     "Diagnosis": "driftlab.diagnosis",
     "DiagnoseError": "driftlab.pair",
     "Evidence": "driftlab.verdict",
+    "GradientCheck": "driftlab.finite.check",
+    "gradient_check": "driftlab.finite.check",
     "Place": "driftlab.verdict",
     "Verdict": "driftlab.verdict",
 }

@@ -59,7 +59,7 @@ def assert_equivalent(
     """
     mine, theirs, found = the_pair(reference, candidate, fold)
     call = calling(mine, inputs)
-    subject = Subject(mine, theirs, found, _random_sum(seed), sgd, sgd, call, seed)
+    subject = Subject(mine, theirs, found, random_sum(seed), sgd, sgd, call, seed)
     examination = Examination(subject, (_wanting_gradients(inputs), None), trains=False)
     with torch.random.fork_rng(devices=[]):
         for ask in _ASKED:
@@ -73,7 +73,7 @@ def _fails(finding: Finding) -> bool:
     return finding.evidence.supports in (Verdict.BUG, Verdict.REDUCED_PRECISION, Verdict.NONDETERMINISTIC)
 
 
-def _random_sum(seed: int) -> Callable[[object, object], Tensor]:
+def random_sum(seed: int) -> Callable[[object, object], Tensor]:
     """The outputs against fixed random numbers: its gradient sends those numbers back."""
 
     def loss(outputs: object, _: object) -> Tensor:

@@ -1,0 +1,164 @@
+"""A loss as a function of all numbers that it is differentiated by, in float64, around one point."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from driftlab.calling import calling
+from driftlab.finite.narrow import narrow_dtype, nodes
+from driftlab.finite.widening import input_leaves, widened_copy
+from driftlab.kinks import KinkSides, kink_sides
+from driftlab.lockstep import seed_random_layers
+from driftlab.pair import DiagnoseError
+from driftlab.shadow import eager
+
+Loss = Callable[[object], Tensor]
+Move = Mapping[str, Tensor]  # of some leaves, in their shapes
+
+
+class Point:
+    """The parameters and inputs of a network, and its loss wherever they are moved to.
+
+    Every evaluation starts from the same buffers and the same state of the random layers.
+
+    Args:
+        inputs: as ``diagnose`` takes them. Those that require gradients are leaves; all floating ones where
+            none does.
+        loss: of the network's outputs, a scalar; a module's own parameters are leaves too.
+
+    Attributes:
+        leaves: name -> what the loss is differentiated by: "input" (or "input.0", "input.mask"), then the
+            parameters in their order, then those of the loss.
+        evaluations: how many forward passes were made.
+        complaint: what the network raised beside the point, where it did.
+
+    Raises:
+        DiagnoseError: there is nothing to differentiate by, or the loss is no number.
+    """
+
+    def __init__(self, module: nn.Module, inputs: object, loss: Loss, seed: int):
+        self.module = widened_copy(module)
+        self.loss = widened_copy(loss) if isinstance(loss, nn.Module) else loss
+        self.call, self.seed, self.evaluations = calling(module, inputs), seed, 0
+        self.complaint: str | None = None
+        parameters = dict(self._parameters())
+        self.inputs, named = input_leaves(inputs, parameters)
+        self.leaves: dict[str, Tensor] = named | parameters
+        if not self.leaves:
+            raise DiagnoseError("nothing requires a gradient: no parameter does, and no input is floating")
+        self.base = {n: t.detach().clone() for n, t in self.leaves.items()}
+        self.movable = {n: t.isfinite() for n, t in self.base.items()}
+        self._leave_padding()
+        self._buffers = [
+            (*owned, owned[-1].detach().clone()) for part in self._parts() for owned in _owned(part)
+        ]
+
+    def gradient(self) -> dict[str, Tensor]:
+        """Autograd's, dense, zero where it gives none."""
+        self._place({})
+        for leaf in self.leaves.values():
+            leaf.grad = None
+        self._backward(self._forward())
+        found = {}
+        for name, leaf in self.leaves.items():
+            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+            found[name] = grad.to_dense() if grad.is_sparse else grad.detach().clone()
+            leaf.grad = None
+        return found
+
+    def _backward(self, loss: Tensor) -> None:
+        """Into the leaves alone: a function may close over a network whose gradients are its owner's."""
+        if all(node.name() != "CheckpointFunctionBackward" for node in nodes(loss)):
+            return loss.backward(inputs=list(self.leaves.values()))
+        # a reentrant checkpoint takes no list of inputs: what others have is put back
+        variables = [v for node in nodes(loss) if (v := getattr(node, "variable", None)) is not None]
+        kept = [(v, v.grad) for v in variables]
+        for variable in variables:
+            variable.grad = None
+        loss.backward()
+        own = {id(leaf) for leaf in self.leaves.values()}
+        for variable, grad in kept:
+            variable.grad = variable.grad if id(variable) in own else grad
+
+    def start(self) -> float:
+        """The loss at the base."""
+        self._place({})
+        return self._forward().item()
+
+    def at(self, move: Move) -> tuple[float, dict[str, Tensor], KinkSides | None]:
+        """The loss at the base moved by ``move``, how far each leaf really went, and the sides of the kinks.
+
+        A number that is moved is rounded; what it really moved by is what the gradient has to answer for. The
+        loss is NaN, with no sides, where the network does not run there.
+        """
+        moved = self._place(move)
+        try:
+            loss = self._forward()
+        except Exception as error:  # a domain that ends beside the point
+            self.complaint = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+            return math.nan, moved, None
+        return loss.item(), moved, kink_sides(loss)
+
+    def settle(self, move: Move) -> None:
+        """Make the moved point the base."""
+        self._place(move)
+        self.base = {n: t.detach().clone() for n, t in self.leaves.items()}
+
+    def narrow(self) -> torch.dtype | None:
+        """A dtype of fewer bits in which something on the way to the loss is computed; None where none is."""
+        self._place({})
+        return narrow_dtype(self._forward)
+
+    def _parts(self) -> list[nn.Module]:
+        return [part for part in (self.module, self.loss) if isinstance(part, nn.Module)]
+
+    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
+        for prefix, part in zip(("", "loss."), self._parts(), strict=False):
+            yield from ((prefix + n, p) for n, p in part.named_parameters() if p.requires_grad)
+
+    def _leave_padding(self) -> None:
+        """The row that pads an embedding gets no gradient, by design."""
+        rows = {id(m.weight): m.padding_idx for m in self.module.modules() if isinstance(m, nn.Embedding)}
+        for name, leaf in self.leaves.items():
+            if rows.get(id(leaf)) is not None:
+                self.movable[name][rows[id(leaf)]] = False
+
+    @torch.no_grad()
+    def _place(self, move: Move) -> dict[str, Tensor]:
+        moved = {}
+        for name, leaf in self.leaves.items():
+            leaf.copy_(self.base[name] + move[name] if name in move else self.base[name])
+            if name in move:  # what is not finite stays where it is
+                moved[name] = torch.where(self.movable[name], leaf - self.base[name], 0.0)
+        return moved
+
+    def _forward(self) -> Tensor:
+        self.evaluations += 1
+        with torch.no_grad():
+            for owner, name, buffer, kept in self._buffers:
+                if buffer.shape == kept.shape:
+                    buffer.copy_(kept)
+                if getattr(owner, name, None) is not buffer:  # the network has put another in its place
+                    setattr(owner, name, buffer)
+        seed_random_layers(self.seed)
+        # copies, since a network may write into what it is given, which no leaf allows
+        inputs = pytree.tree_map_only(Tensor, lambda t: t.clone(), self.inputs)
+        with eager():
+            loss = self.loss(self.call(self.module, inputs))
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+            what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise DiagnoseError(f"loss(outputs) is not one real number but {what}: sum or average it")
+        if not loss.requires_grad:
+            raise DiagnoseError("the loss depends on no parameter and no input: everything is detached")
+        return loss.reshape(())
+
+
+def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Every buffer with the module that holds it and its name there."""
+    for part in module.modules():
+        yield from ((part, name, buffer) for name, buffer in part.named_buffers(recurse=False))
