@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
 from driftlab.evidence import UNIT_ROUND_OFF
 from driftlab.report.series import Bundle
@@ -22,6 +22,7 @@ CEILING = 1e3
 def steps(ax: Axes, last: int) -> None:
     """The step axis from 0 to ``last``: linear, in long runs logarithmic above 10."""
     ax.set_xlabel("step")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if last > LINEAR_STEPS:
         ax.set_xscale("symlog", linthresh=10, linscale=0.6)
         ticks = [0, *(10**n for n in range(1, math.ceil(math.log10(last)) + 1) if 10**n <= last)]
@@ -52,7 +53,7 @@ def distances(ax: Axes, bundles: list[Bundle], label: str) -> list[str]:
     decades = range(round(math.log10(floor)) + 1, math.floor(math.log10(top * 3)) + 1)
     every = max(1, math.ceil(len(decades) / 8))
     ax.yaxis.set_major_locator(FixedLocator([floor, *(10.0**n for n in decades if n % every == 0)]))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: "0" if v <= floor * 1.01 else _power(10, v)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: "0" if v <= floor * 1.01 else power(10, v)))
     ax.yaxis.set_minor_locator(NullLocator())
     _unit_round_offs(ax)
     said = ["Right: unit round-off of float32 (2⁻²⁴) and of float64 (2⁻⁵³)."]
@@ -70,7 +71,7 @@ def counts(ax: Axes, bundles: list[Bundle], label: str) -> list[str]:
     ticks = [10**n for n in range(math.floor(math.log10(top * 2)) + 1)]
     ax.yaxis.set_major_locator(FixedLocator([0, *ticks]))
     ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0f}" if v < 100 else _power(10, v)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0f}" if v < 100 else power(10, v)))
     return ["Logarithmic above 1."]
 
 
@@ -83,9 +84,7 @@ def losses(ax: Axes, bundles: list[Bundle], label: str) -> list[str]:
         ax.set_ylabel(f"{label}, logarithmic")
         ax.set_yscale("log")
         ax.yaxis.set_minor_locator(NullLocator())
-        ax.yaxis.set_major_formatter(
-            FuncFormatter(lambda v, _: f"{v:g}" if 1e-4 < v < 1e4 else _power(10, v))
-        )
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}" if 1e-4 < v < 1e4 else power(10, v)))
         ax.set_ylim(least / 1.5, top * 1.5)
     else:
         ax.set_ylabel(label)
@@ -114,9 +113,10 @@ def _leaving(values: np.ndarray, top: float) -> list[str]:
 def _unit_round_offs(ax: Axes) -> None:
     for unit in UNIT_ROUND_OFF.values():
         ax.axhline(unit, color=INK, linewidth=0.7, linestyle=(0, (1, 3)))
-        ax.text(1.01, unit, _power(2, unit), transform=ax.get_yaxis_transform(), va="center")
+        ax.text(1.01, unit, power(2, unit), transform=ax.get_yaxis_transform(), va="center")
 
 
-def _power(base: int, value: float) -> str:
+def power(base: int, value: float) -> str:
+    """``value`` as a power of ``base``, in letters: "10⁻³"."""
     exponent = str(round(math.log(value, base)))
     return f"{base}{exponent.translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"

@@ -11,6 +11,8 @@ import numpy as np
 from driftlab.evidence import first_flip
 from driftlab.records import SeedRecord
 
+# Beyond this many seeds lines of their own tell nothing, and the page would grow with them.
+MOST_LINES = 100
 _ORDER = {"candidate": 0, "control": 1}
 
 
@@ -44,6 +46,7 @@ class Bundle:
     """One column over seeds.
 
     Attributes:
+        seeds: of the rows of ``values``.
         steps: the logged steps, ascending.
         values: a row a seed. NaN where nothing was measured, inf where the value was not finite and, for
             a seed that blew up, everywhere after that: leaving such seeds out would make the median of
@@ -51,6 +54,7 @@ class Bundle:
     """
 
     arm: str
+    seeds: list[int]
     steps: np.ndarray
     values: np.ndarray
 
@@ -96,7 +100,7 @@ def bundle(records: Sequence[SeedRecord], kind: str, arm: str) -> Bundle | None:
         row[np.searchsorted(steps, list(column))] = measured
         if (end := blown_up_at(record, arm)) is not None:
             row[steps > end] = math.inf
-    return Bundle(arm, steps, values)
+    return Bundle(arm, [r.seed for r in records], steps, values)
 
 
 def thin(positions: np.ndarray, values: np.ndarray, most: int = 400) -> np.ndarray:

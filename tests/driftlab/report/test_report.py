@@ -1,8 +1,11 @@
 """The report page: complete, self-contained, and fit for whatever a run leaves behind."""
 
+import json
+import math
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -12,7 +15,7 @@ from driftlab.rules import judge
 from driftlab.verdict import Evidence, Judgement, Place, Verdict
 
 ORDER = ["verdict", "where", "stand-in", "comparison", "figures", "weight-distance", "sign-flips", "loss"]
-ORDER += ["outcomes", "evidence", "environment", "settings", "repeat"]
+ORDER += ["outcomes", "evidence", "layers", "by-layer", "environment", "settings", "repeat"]
 
 META = {
     "experiment": "split_conv",
@@ -30,6 +33,17 @@ BUG = Judgement(
     Place("layer1.0.conv2", "weight gradient", 0),
 )
 EVERY_ARM = [f"{r}.{d}" for r in ("reference", "candidate", "control") for d in ("float32", "float64")]
+
+
+def with_layers(record, module="conv1", **changes):
+    """As if the probes had compared a pair of modules."""
+    values = {"float32": 1e-7, "exact": 2e-16, "float32_explained": 1e-5, "exact_explained": 1e-11}
+    passes = {"forward": values, "input gradient": values | changes}
+    entries = [
+        {"module": module, "rewritten": True, "passes": passes},
+        {"module": "norm", "rewritten": False, "passes": {}},
+    ]
+    return replace(record, run=record.run | {"layers": entries})
 
 
 def page(folder, records, judgement=None, **changes):
@@ -81,11 +95,12 @@ def test_is_well_formed_with_unique_ids_that_every_reference_finds(tmp_path, ten
     tags = Tags(text := page(tmp_path, ten))
     assert tags.open == []
     assert len(tags.ids) == len(set(tags.ids))
-    assert set(re.findall(r"url\(#([^)]+)\)", text)) | {a[1:] for a in tags.loads} <= set(tags.ids)
+    drawn = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+    assert set(re.findall(r"url\(#([^)]+)\)", drawn)) | {a[1:] for a in tags.loads} <= set(tags.ids)
 
 
 def test_sections_stand_in_order(tmp_path, ten):
-    tags = Tags(page(tmp_path, ten, BUG))
+    tags = Tags(page(tmp_path, [with_layers(r) for r in ten], BUG))
     assert [i for i in tags.ids if i in ORDER] == ORDER
 
 
@@ -125,16 +140,25 @@ def test_figures_take_their_colours_from_the_page(tmp_path, ten):
 def test_ten_seeds_are_drawn_one_by_one(tmp_path, ten):
     text = page(tmp_path, ten)
     assert "each of 10 seeds" in text
+    assert {f'data-part="seed={seed}"' for seed in range(10)} <= set(re.findall(r'data-part="[^"]*"', text))
     assert len(text) < 1_500_000
 
 
-def test_a_hundred_long_seeds_are_drawn_as_bands(tmp_path, make_seed):
-    steps = sorted({int(10 ** (n / 150)) for n in range(585)} | {0})
+def test_a_hundred_long_seeds_take_little_more_room_than_ten(tmp_path, make_seed):
+    steps = sorted({int(10 ** (n / 50)) for n in range(195)} | {0})
     horizons = {"float64": steps[-1], "float32": steps[-1]}
     text = page(tmp_path, [make_seed(tmp_path, s, horizons=horizons, steps=steps) for s in range(100)])
-    assert "median of 100 seeds" in text
+    assert "each of 100 seeds" in text
     assert "100 of 100 finished" in text
-    assert len(text) < 1_000_000
+    assert len(text) < 4_000_000
+
+
+def test_beyond_a_hundred_seeds_median_and_range_stand_for_all(tmp_path, make_seed):
+    text = page(tmp_path, [make_seed(tmp_path, s, steps=range(0, 121, 40)) for s in range(101)])
+    assert "Of 101 seeds, thick: their median" in text
+    assert 'data-part="range"' in text
+    assert 'data-part="seed=' not in text
+    assert '<select id="pick">' not in text
 
 
 def test_blow_ups_are_shown_and_counted(tmp_path, ten):
@@ -148,6 +172,37 @@ def test_every_arm_may_blow_up(tmp_path, make_seed, step):
     text = page(tmp_path, [make_seed(tmp_path, s, blown=dict.fromkeys(EVERY_ARM, step)) for s in range(2)])
     assert f"blew up at step {step}" in text
     assert "0 of 2 finished" in text
+
+
+def test_a_run_without_a_finite_number_has_no_figures(tmp_path, make_seed):
+    records = [make_seed(tmp_path, s, blown=dict.fromkeys(EVERY_ARM, 0)) for s in range(2)]
+    for row in (row for record in records for row in record.curves):
+        row |= dict.fromkeys((c for c in row if "/" in c), math.nan)
+    text = page(tmp_path, records)
+    assert "No value over the steps was finite" in text
+    assert "<figure" not in text
+
+
+def test_what_the_pointer_reads_are_the_values_of_the_curves(tmp_path, ten):
+    text = page(tmp_path, ten)
+    figure = re.search(r'<figure id="weight-distance".*?</figure>', text, re.DOTALL)[0]
+    data = json.loads(re.search(r'<script type="application/json">(.*?)</script>', figure, re.DOTALL)[1])
+    assert data["at"] == list(range(121))
+    arm = data["arms"]["control.float32"]
+    values = [r.series("weight_distance", "control.float32")[40] for r in ten]
+    read = [arm["seeds"][str(r.seed)][40] for r in ten]
+    assert read == pytest.approx(values, rel=1e-2)
+    assert (arm["low"][40], arm["high"][40]) == pytest.approx((min(values), max(values)), rel=1e-2)
+    # seed 3 blew up: no number stands for it afterwards
+    assert data["arms"]["candidate.float32"]["seeds"]["3"][60:] == ["inf"] * 61
+
+
+def test_the_page_is_whole_without_its_script(tmp_path, ten):
+    """What the script alone can serve is hidden until it runs."""
+    text = page(tmp_path, ten)
+    tools = re.findall(r'<(?:p|div) class="tools[^>]*>', text)
+    assert len(tools) == 4
+    assert all("data-script hidden" in tag for tag in tools)
 
 
 def test_zero_distances_are_drawn_and_said(tmp_path, make_seed):
