@@ -1,0 +1,81 @@
+"""What a run leaves with a logger: the rows of every seed, then the verdict over all of them.
+
+Names are those of ``curves.csv``, the axis is ``step``. ``weights_and_biases`` and ``lightning_files`` know
+how each logger takes them; neither imports its library before it is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+
+from filelock import FileLock
+from omegaconf import DictConfig
+
+from driftlab.records import read_json
+from driftlab.report.sections import Answer
+from experiments.errors import ConfigurationError
+from experiments.loggers import lightning_files, weights_and_biases
+
+_SEEDS = {
+    "wandb": weights_and_biases.SeedRun,
+    "tensorboard": lightning_files.TensorBoardSeed,
+    "csv": lightning_files.CsvSeed,
+    "none": None,
+}
+_VERDICTS = {"wandb": weights_and_biases.log_verdict, "tensorboard": lightning_files.log_verdict}
+
+
+class MetricsLogger:
+    """Hands the rows of one seed to the chosen logger.
+
+    A seed that goes on from a checkpoint hands over all its rows again: what lay in ``home`` of this logger
+    is replaced, so that it is whole and holds no step twice.
+
+    Args:
+        home: the folder of this seed.
+
+    Raises:
+        ConfigurationError: the logger is unknown; with the first row, that it cannot be started.
+    """
+
+    def __init__(self, settings: DictConfig, digest: str, seed: int, home: Path):
+        kind = settings.logger.name
+        if kind not in _SEEDS:
+            raise ConfigurationError(f"logger={kind} is unknown: choose from {', '.join(_SEEDS)}")
+        self._start = _SEEDS[kind]
+        self._of = settings, digest, seed, home
+
+    @cached_property
+    def _run(self):
+        """Started when the first row comes: a run that cannot start leaves none."""
+        return self._start(*self._of) if self._start else None
+
+    def log(self, step: int, row: Mapping[str, float]) -> None:
+        """NaN and inf are left out: W&B turns them into strings, which then stick in its summary."""
+        if self._run is not None:
+            self._run.log(step, {k: v for k, v in row.items() if math.isfinite(v)})
+
+    def finish(self, record: Mapping) -> None:
+        """Close the run, with what ``run.json`` says of it: else the next seed would go on in it."""
+        if self._run is not None:
+            self._run.finish(record)
+
+
+def log_verdict(settings: DictConfig, digest: str, folder: Path, answer: Answer | None = None) -> None:
+    """Leave the verdict over all finished seeds with the chosen logger, in place of an earlier one.
+
+    Args:
+        folder: the experiment's, with ``verdict.json``, ``report.html`` and, where there are, ``figures/``.
+        answer: what the experiment has to show beside its verdict, where it has.
+
+    Raises:
+        ConfigurationError: the logger cannot be started.
+    """
+    log = _VERDICTS.get(settings.logger.name)
+    if log is None:
+        return
+    with FileLock(folder / ".verdict.owner"):  # each seed of a sweep that ends judges those before it
+        log(settings, digest, folder, read_json(folder / "verdict.json"), answer)
