@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 # What does not change a seed's curves, and so is not part of the experiment's identity: seeds, paths,
 # loggers, and how a run is carried out.
 _NOT_IDENTITY = (
-    *("seed", "seeds", "results", "logger", "rerun", "fail_on", "checkpoint_every", "threads"),
+    *("seed", "results", "logger", "rerun", "fail_on", "checkpoint_every", "threads"),
     *("hypothesis", "expected"),
 )
 _WHOLE_NUMBERS = {
@@ -45,15 +46,15 @@ def resolve(config: DictConfig) -> DictConfig:
     """Every interpolation replaced by its value, on this machine, and checked. Raises ConfigurationError."""
     register_resolvers()
     config = config.copy()
-    config.device = _device(config.device)
+    config.device = chosen_device(config.device)
     try:
         settings = OmegaConf.create(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"the configuration cannot be resolved: {one_line(error)}") from None
-    _check_choices(settings)
+    _check_arms(settings)
     _check_numbers(settings)
     for key, least in (("dense", 1), ("per_decade", 0)):
-        _check_whole(f"log_schedule.{key}", settings.log_schedule[key], least)
+        check_whole(f"log_schedule.{key}", settings.log_schedule[key], least)
     settings.float64_steps = min(settings.float64_steps, settings.steps)
     return settings
 
@@ -61,17 +62,17 @@ def resolve(config: DictConfig) -> DictConfig:
 def digest(settings: DictConfig) -> str:
     """A short hash of the settings less seeds, paths and loggers; a seed that is set alone stays in."""
     identity = OmegaConf.to_container(settings)
-    fixed_seeds = {k: v for k, v in identity["seeds"].items() if v is not None}
+    if "seeds" in identity:
+        identity["seeds"] = {k: v for k, v in identity["seeds"].items() if v is not None}
     for key in _NOT_IDENTITY:
         identity.pop(key, None)
-    identity["seeds"] = fixed_seeds
     for key in ("root", "time_limit"):
-        identity["data"].pop(key, None)
+        identity.get("data", {}).pop(key, None)
     identity.get("scale", {}).pop("why", None)
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:10]
 
 
-def _device(wanted: str) -> str:
+def chosen_device(wanted: str) -> str:
     if wanted not in ("auto", "cpu", "cuda"):
         raise ConfigurationError(f"device={wanted} is unknown: write auto, cpu or cuda")
     if wanted == "cuda" and not torch.cuda.is_available():
@@ -79,24 +80,33 @@ def _device(wanted: str) -> str:
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def _check_choices(settings: DictConfig) -> None:
-    for key, values, known in (
-        ("dtypes", settings.dtypes, DTYPES),
-        ("roles", settings.roles, ROLES),
-        ("subject", [settings.subject], ROLES),
-        ("fail_on", settings.fail_on, list(Verdict)),
-        ("learning_rate_schedule", [settings.learning_rate_schedule], ("constant", "cosine")),
-    ):
+def _check_arms(settings: DictConfig) -> None:
+    check_choices({k: settings[k] for k in _CHOICES})
+    if settings.subject not in (*settings.roles, "reference"):
+        raise ConfigurationError(f"subject={settings.subject} is not among roles={list(settings.roles)}")
+    if settings.subject == "candidate" and not settings.rewrite.target:
+        raise ConfigurationError("rewrite.target is not set: write rewrite.target=package.module.function")
+
+
+_CHOICES = {
+    "dtypes": DTYPES,
+    "roles": ROLES,
+    "subject": ROLES,
+    "fail_on": list(Verdict),
+    "learning_rate_schedule": ("constant", "cosine"),
+}
+
+
+def check_choices(chosen: Mapping[str, object]) -> None:
+    """Settings with a fixed list of values, one or several of them. Raises ConfigurationError."""
+    for key, values in chosen.items():
+        known = _CHOICES[key]
         values = [values] if isinstance(values, str) else values
         unknown = [v for v in values if v not in [str(k) for k in known]]
         if unknown:
             raise ConfigurationError(f"{key}: {unknown[0]} is unknown: choose from {', '.join(known)}")
         if not values and key != "fail_on":
             raise ConfigurationError(f"{key}=[] is empty: choose from {', '.join(known)}")
-    if settings.subject not in (*settings.roles, "reference"):
-        raise ConfigurationError(f"subject={settings.subject} is not among roles={list(settings.roles)}")
-    if settings.subject == "candidate" and not settings.rewrite.target:
-        raise ConfigurationError("rewrite.target is not set: write rewrite.target=package.module.function")
 
 
 def _check_numbers(settings: DictConfig) -> None:
@@ -104,9 +114,9 @@ def _check_numbers(settings: DictConfig) -> None:
         value = settings[key]
         if value is None and key in _MAY_BE_NULL:
             continue
-        _check_whole(key, value, least)
+        check_whole(key, value, least)
 
 
-def _check_whole(key: str, value: object, least: int) -> None:
+def check_whole(key: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigurationError(f"{key}={value} must be a whole number of at least {least}")

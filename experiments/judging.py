@@ -8,18 +8,35 @@ from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 from driftlab.evidence import first_flip
-from driftlab.records import SCHEMA, RecordError, SeedRecord, finished_seeds, read_seed, write_json
+from driftlab.records import SCHEMA, RecordError, SeedRecord, finished_seeds, write_json
 from driftlab.report import write_report
+from driftlab.report.sections import Answer
 from driftlab.rules import judge as judge_records
 from driftlab.verdict import Judgement
 from experiments.seeds import format_seeds
+from experiments.stored_run import read_checked
 from experiments.terminal import Terminal, number
 
 
 def judge(folder: Path, digest: str, settings: DictConfig, terminal: Terminal) -> str:
     """Judge all finished seeds together, write the verdict and the report, show them; returns the verdict."""
-    records = _readable(folder, terminal)
+    records = readable(folder, terminal)
     judgement = judge_records(records, settings.subject)
+    files = write_verdict(folder, digest, settings, records, judgement)
+    files["curves"] = f"{folder}/seed=*/curves.csv"
+    terminal.verdict(judgement, settings.expected, seeds_table(records), files)
+    return str(judgement.verdict)
+
+
+def write_verdict(
+    folder: Path,
+    digest: str,
+    settings: DictConfig,
+    records: list[SeedRecord],
+    judgement: Judgement,
+    answer: Answer | None = None,
+) -> dict[str, str]:
+    """``verdict.json`` and ``report.html``; where they lie, by name."""
     write_json(folder / "verdict.json", _as_contract(settings.name, digest, records, judgement))
     meta = {
         "experiment": settings.name,
@@ -30,21 +47,15 @@ def judge(folder: Path, digest: str, settings: DictConfig, terminal: Terminal) -
         "settings": OmegaConf.to_yaml(settings),
         "dataset": records[0].run["dataset"] if records else {},
     }
-    report = write_report(folder, records, judgement, meta)
-    files = {
-        "verdict": str(folder / "verdict.json"),
-        "report": str(report),
-        "curves": f"{folder}/seed=*/curves.csv",
-    }
-    terminal.verdict(judgement, settings.expected, seeds_table(records), files)
-    return str(judgement.verdict)
+    report = write_report(folder, records, judgement, meta, answer)
+    return {"verdict": str(folder / "verdict.json"), "report": str(report)}
 
 
-def _readable(folder: Path, terminal: Terminal) -> list[SeedRecord]:
+def readable(folder: Path, terminal: Terminal) -> list[SeedRecord]:
     records = []
     for seed in finished_seeds(folder):
         try:
-            records.append(read_seed(folder, seed))
+            records.append(read_checked(folder, seed))
         except RecordError as error:
             terminal.say(f"left out of the verdict: {error}")
     return [r for r in records if r is not None]

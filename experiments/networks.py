@@ -42,7 +42,7 @@ def build_reference(settings: DictConfig, images: Images, seed: int) -> nn.Modul
 def load_rewrite(settings: DictConfig) -> Rewrite:
     """The function that ``rewrite.target`` names, with those of ``rewrite.options`` that it takes."""
     target = settings.rewrite.target
-    function = _import(target)
+    function = imported("rewrite.target", target)
     options = dict(settings.rewrite.options or {})
     accepted = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
@@ -51,18 +51,19 @@ def load_rewrite(settings: DictConfig) -> Rewrite:
     return partial(function, **{k: v for k, v in options.items() if k in accepted})
 
 
-def _import(target: str) -> Callable:
+def imported(setting: str, target: str) -> Callable:
+    """The function that a setting names. Raises ConfigurationError."""
     module_name, _, function_name = str(target).rpartition(".")
     if not module_name:
-        raise ConfigurationError(f"rewrite.target={target}: write package.module.function")
+        raise ConfigurationError(f"{setting}={target}: write package.module.function")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except Exception as error:
-        raise ConfigurationError(f"rewrite.target={target} cannot be imported: {one_line(error)}") from None
+        raise ConfigurationError(f"{setting}={target} cannot be imported: {one_line(error)}") from None
     if not callable(function):
-        raise ConfigurationError(f"rewrite.target={target} is a {type(function).__name__}, not a function")
+        raise ConfigurationError(f"{setting}={target} is a {type(function).__name__}, not a function")
     return function
 
 
@@ -71,7 +72,7 @@ def source_digest(target: str | None) -> str | None:
     if not target:
         return None
     try:
-        source = Path(inspect.getsourcefile(inspect.unwrap(_import(target)))).read_bytes()
+        source = Path(inspect.getsourcefile(inspect.unwrap(imported("rewrite.target", target)))).read_bytes()
     except (TypeError, OSError):
         return None
     return hashlib.sha256(source).hexdigest()[:12]

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from driftlab.arm import Arm
-from driftlab.examination import examined
+from driftlab.examination import Examination, examined
 from driftlab.findings.late import ask_last, ask_later
 from driftlab.late import Snapshots
 from driftlab.pairs import first_excess, honoured
+from driftlab.probes.layers import layers
 from driftlab.probes.sizes import fewer_samples
 from driftlab.records import SeedRecord, read_json, read_table, write_json
 from driftlab.rules import settled_by
@@ -19,7 +20,8 @@ from driftlab.verdict import Finding, Verdict
 from experiments.data.batches import Batches
 
 if TYPE_CHECKING:
-    from experiments.seed_run import Built, Experiment
+    from experiments.experiment_folder import Experiment
+    from experiments.seed_run import Built
 
 # A replay keeps both networks at each of its steps: no more of them than that.
 LONGEST_REPLAY = 150
@@ -28,16 +30,28 @@ LONGEST_REPLAY = 150
 def probed(experiment: Experiment, built: Built, home: Path) -> dict:
     """What the probes found before any update: run once a seed, and read again when it is resumed."""
     if built.subject is None:
-        return {"probes": [], "float64": True}
+        return {"probes": [], "float64": True, "layers": []}
     stored = home / "probes.json"
     if stored.exists():
         return read_json(stored)
     batch = built.batches.batch(0)
     few = fewer_samples(batch, experiment.settings.probe_images)
     found = examined(built.subject, few or batch)
-    record = {"probes": [f.as_dict() for f in found.findings], "float64": found.float64}
+    record = {
+        "probes": [f.as_dict() for f in found.findings],
+        "float64": found.float64,
+        "layers": _layers(found),
+    }
     write_json(stored, record)
     return record
+
+
+def _layers(found: Examination) -> list[dict]:
+    """Where the difference arises, where modules were compared; of networks that repeat themselves."""
+    if "local" not in vars(found) or found.supports(Verdict.NONDETERMINISTIC):
+        return []
+    accused = {f.place.module for f in found.findings if f.place and f.evidence.supports is Verdict.BUG}
+    return layers(found.local, accused - {None, ""})
 
 
 def probed_later(experiment: Experiment, seed: int, built: Built, home: Path, record: dict) -> list[dict]:

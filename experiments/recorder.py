@@ -54,7 +54,6 @@ class Recorder:
         expected = [s for s in range(step) if self.lockstep.is_logged(s)]
         if list(self.lockstep.rows) != expected:
             raise RecordError(f"{self.home / 'curves.csv'} is damaged: rows before step {step} are missing")
-        self._last_logged = step - 1
         return step
 
     def before_step(self, step: int) -> None:

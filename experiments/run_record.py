@@ -11,13 +11,25 @@ import torch
 from driftlab.arm import Arm
 from driftlab.environment import environment
 from driftlab.records import SCHEMA
+from experiments.data.images import Images
 
 if TYPE_CHECKING:
-    from experiments.seed_run import Built, Experiment
+    from experiments.experiment_folder import Experiment
+    from experiments.seed_run import Built
 
 
 def run_record(experiment: Experiment, seed: int, built: Built, began: float, start: int) -> dict:
-    settings, images, finished = experiment.settings, experiment.images, time.time()
+    """Of a seed that was trained from step ``start`` on, since ``began`` (as ``time.time``)."""
+    record = seed_record(experiment, seed, began)
+    record["arms"] = {arm.name: _arm_record(arm) for arm in built.lockstep.arms}
+    record["fold"] = _fold_record(built)
+    record["times"]["resumed_at_step"] = start or None
+    return record
+
+
+def seed_record(experiment: Experiment, seed: int, began: float) -> dict:
+    """What every kind of experiment says of a seed that has just finished; its arms are still missing."""
+    settings, finished = experiment.settings, time.time()
     return {
         "schema": SCHEMA,
         "experiment": settings.name,
@@ -25,23 +37,27 @@ def run_record(experiment: Experiment, seed: int, built: Built, began: float, st
         "seed": seed,
         "outcome": "finished",
         "command": experiment.command,
-        "arms": {arm.name: _arm_record(arm) for arm in built.lockstep.arms},
-        "dataset": {
-            "name": images.name,
-            "sha256": images.sha256,
-            "source": images.source,
-            "stand_in": images.stand_in,
-            "train_images": len(images.train_images),
-            "test_images": len(images.test_images),
-        },
-        "fold": _fold_record(built),
+        "arms": {},
+        "dataset": _dataset_record(experiment.images),
         "environment": environment(torch.device(settings.device)),
         "times": {
             "began": datetime.fromtimestamp(began, UTC).isoformat(timespec="seconds"),
             "finished": datetime.fromtimestamp(finished, UTC).isoformat(timespec="seconds"),
             "seconds": round(finished - began, 3),
-            "resumed_at_step": start or None,
         },
+    }
+
+
+def _dataset_record(images: Images | None) -> dict:
+    if images is None:
+        return {"name": "random numbers", "sha256": None, "source": "drawn from the seed", "stand_in": False}
+    return {
+        "name": images.name,
+        "sha256": images.sha256,
+        "source": images.source,
+        "stand_in": images.stand_in,
+        "train_images": len(images.train_images),
+        "test_images": len(images.test_images),
     }
 
 

@@ -3,77 +3,33 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from filelock import FileLock
 from omegaconf import DictConfig
 
 from driftlab.lockstep import Lockstep
 from driftlab.logschedule import LogSchedule
-from driftlab.records import RecordError, read_seed, seed_folder, write_json
+from driftlab.records import write_json
 from driftlab.subject import Subject
 from experiments.data.batches import Batches
 from experiments.data.images import Images
+from experiments.experiment_folder import Experiment, owned
 from experiments.loggers import MetricsLogger
 from experiments.networks import build_arms
 from experiments.probing import probed, probed_later
 from experiments.recorder import Recorder
 from experiments.run_record import run_record
-from experiments.terminal import Terminal
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """What all seeds of one experiment share."""
-
-    settings: DictConfig
-    digest: str
-    folder: Path
-    images: Images
-    command: str  # without the seeds
-    terminal: Terminal
 
 
 def run_seed(experiment: Experiment, seed: int) -> None:
-    """Train one seed from wherever it stopped. Another process that owns it is waited for."""
-    with FileLock(experiment.folder / f".seed={seed}.owner"):
-        if is_done(experiment, seed):
-            return
-        home = seed_folder(experiment.folder, seed)
-        if experiment.settings.rerun and home.exists():
-            shutil.rmtree(home)
-        try:
-            _train(experiment, seed, home)
-        except RecordError as error:
-            _set_aside(experiment, home, error)
-            _train(experiment, seed, home)
-
-
-def is_done(experiment: Experiment, seed: int) -> bool:
-    if experiment.settings.rerun:
-        return False
-    try:
-        return read_seed(experiment.folder, seed) is not None
-    except RecordError as error:
-        _set_aside(experiment, seed_folder(experiment.folder, seed), error)
-        return False
-
-
-def _set_aside(experiment: Experiment, home: Path, error: RecordError) -> None:
-    """Keep a damaged seed under another name and say so: it is redone, never used, never deleted."""
-    number = 1
-    while (aside := home.with_name(f"{home.name}.damaged-{number}")).exists():
-        number += 1
-    home.rename(aside)
-    experiment.terminal.say(f"{error}; kept as {aside.name}, and the seed is done again")
+    """Train one seed from wherever it stopped."""
+    owned(experiment, seed, _train)
 
 
 def _train(experiment: Experiment, seed: int, home: Path) -> None:
@@ -101,7 +57,7 @@ def _train(experiment: Experiment, seed: int, home: Path) -> None:
     record["probes"] += probed_later(experiment, seed, built, home, record)
     record["times"]["probes_seconds"] = round(probing + time.perf_counter() - clock, 3)
     write_json(home / "run.json", record)
-    logger.finish({arm: outcome["outcome"] for arm, outcome in record["arms"].items()})
+    logger.finish(record)
     experiment.terminal.seed_done(seed, record)
 
 

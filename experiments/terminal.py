@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from textwrap import wrap
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
+from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress import (
     BarColumn,
@@ -19,7 +22,12 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from driftlab.verdict import Judgement, Verdict
+from driftlab.report.rendering import Shown, shown
+from driftlab.report.sections import Answer
+from driftlab.verdict import Evidence, Judgement, Verdict
+
+HEADING_WIDTH = 14
+NARROW = 72  # columns: below, the evidence stands in lines instead of a table
 
 COLOURS = {
     Verdict.BIT_IDENTICAL: "green",
@@ -93,22 +101,53 @@ class Terminal:
         text = f"seed {seed}: {', '.join(blown) or 'all arms finished'} ({record['times']['seconds']:.0f} s)"
         self.say(text)
 
-    def verdict(
-        self, judgement: Judgement, expected: str | None, seeds: Table, files: Mapping[str, str]
-    ) -> None:
-        """The table over seeds, what evidence there is, the verdict, and where the files are."""
-        self.console.print(seeds)
-        evidence = Table(
+    def tables(self, answer: Answer) -> None:
+        """The first table, what all of them say, and the answer; the page shows the others too."""
+        for place, table in enumerate(map(shown, answer.tables)):
+            self.console.print(f"[bold]{escape(table.title)}[/bold]")
+            if place == 0:
+                self._table(table)
+            self.console.print(f"{escape(table.conclusion)}\n", style="italic")
+        self.console.print(f"[bold]{escape(answer.sentence)}[/bold]\n")
+
+    def _table(self, table: Shown) -> None:
+        """Side by side where that fits; a log file is as wide as it has to be."""
+        drawn = _side_by_side(table)
+        width = Measurement.get(self.console, self.console.options.update(width=10_000), drawn).maximum
+        if width <= self.console.width:
+            self.console.print(drawn)
+        elif self.console.is_terminal:
+            self.console.print(_stacked(table))
+        else:
+            Console(file=self.console.file, width=width, highlight=False).print(drawn)
+
+    def _evidence(self, evidence: Sequence[Evidence]) -> None:
+        """A row a probe; in a narrow terminal a line a probe, and its reading beneath."""
+        if self.console.width < NARROW:
+            for e in evidence:
+                found = f"{number(e.measured)} ({number(e.threshold)} allowed)"
+                self.console.print(f"[bold]{e.probe}[/bold]  {found}  {e.supports or ''}")
+                self.console.print(Padding(escape(e.reading), (0, 0, 0, 2)))
+            return
+        table = Table(
             title="evidence", title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim"
         )
         for column in ("probe", "measured", "threshold", "speaks for"):
-            evidence.add_column(column, no_wrap=column != "probe")
-        evidence.add_column("reading", ratio=1)
-        for e in (e for e in judgement.evidence if e.measured is not None):
-            evidence.add_row(
+            table.add_column(column, no_wrap=column != "probe")
+        table.add_column("reading", ratio=1)
+        for e in evidence:
+            table.add_row(
                 e.probe, number(e.measured), number(e.threshold), e.supports or "", escape(e.reading)
             )
-        self.console.print(evidence)
+        self.console.print(table)
+
+    def verdict(
+        self, judgement: Judgement, expected: str | None, seeds: Table | None, files: Mapping[str, str]
+    ) -> None:
+        """The table over seeds, what evidence there is, the verdict, and where the files are."""
+        if seeds is not None:
+            self.console.print(seeds)
+        self._evidence([e for e in judgement.evidence if e.measured is not None])
         colour = COLOURS[judgement.verdict]
         more = {"where": judgement.where, "expected": expected}
         lines = "".join(f"\n[bold]{name}[/bold]  {escape(str(text))}" for name, text in more.items() if text)
@@ -122,6 +161,31 @@ class Terminal:
         )
         for name, path in files.items():
             self.console.print(f"[dim]{name:<9}[/dim] {escape(path)}", soft_wrap=True)
+
+
+def _side_by_side(table: Shown) -> Table:
+    """Headings are broken between words, cells never."""
+    drawn = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for heading, numeric in zip(table.headings, table.numeric, strict=True):
+        lines = "\n".join(wrap(heading, HEADING_WIDTH, break_long_words=False))
+        drawn.add_column(
+            escape(lines), justify="right" if numeric else "left", vertical="bottom", no_wrap=True
+        )
+    for row in table.rows:
+        drawn.add_row(*map(escape, row))
+    return drawn
+
+
+def _stacked(table: Shown) -> Table:
+    """For a narrow terminal: a line a cell, its heading before it."""
+    drawn = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    drawn.add_column(style="dim")
+    drawn.add_column()
+    for row in table.rows:
+        for heading, text in zip(table.headings, row, strict=True):
+            drawn.add_row(escape(heading), escape(text))
+        drawn.add_row("", "")
+    return drawn
 
 
 def number(value: float | None) -> str:

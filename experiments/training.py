@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import shlex
-from pathlib import Path
-
 import torch
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from driftlab.environment import make_deterministic
-from driftlab.records import write_whole
 from experiments import data
-from experiments.configuration import digest, resolve
+from experiments.configuration import resolve
 from experiments.data.images import Images
-from experiments.errors import ConfigurationError, one_line
+from experiments.experiment_folder import Experiment, is_done, open_experiment, overrides
 from experiments.judging import judge
+from experiments.loggers import log_verdict
 from experiments.networks import source_digest
 from experiments.plan import plan_lines, seconds_per_seed
-from experiments.seed_run import Experiment, build, is_done, run_seed
+from experiments.seed_run import build, run_seed
 from experiments.seeds import parse_seeds
 from experiments.terminal import Terminal
 
@@ -37,7 +33,9 @@ def run(config: DictConfig) -> str:
     with terminal.progress(todo, experiment.settings.steps):
         for seed in todo:
             run_seed(experiment, seed)
-    return judge(experiment.folder, experiment.digest, experiment.settings, terminal)
+    verdict = judge(experiment.folder, experiment.digest, experiment.settings, terminal)
+    log_verdict(experiment.settings, experiment.digest, experiment.folder)
+    return verdict
 
 
 def prepare(config: DictConfig, terminal: Terminal) -> Experiment:
@@ -47,36 +45,13 @@ def prepare(config: DictConfig, terminal: Terminal) -> Experiment:
     make_deterministic(device, tf32=settings.tf32, threads=settings.threads)
     if settings.rewrite.target and "candidate" in settings.roles:
         settings.rewrite.source = source_digest(settings.rewrite.target)
-        if any(o.startswith("rewrite.target=") for o in _overrides(settings)):
+        if any(o.startswith("rewrite.target=") for o in overrides(settings)):
             # what the experiment expected was of its own rewrite
             settings.hypothesis = f"{settings.rewrite.target} changes nothing but rounding"
             settings.expected = None
     images = load_images(settings, terminal)
     settings.data.name, settings.data.sha256 = images.name, images.sha256
-    name = digest(settings)
-    folder = Path(settings.results) / settings.name / name
-    try:
-        write_whole(folder / "experiment.yaml", OmegaConf.to_yaml(settings))
-    except OSError as error:
-        raise ConfigurationError(
-            f"results={settings.results} cannot be written ({one_line(error)}): write results=FOLDER"
-        ) from None
-    return Experiment(settings, name, folder, images, _command(settings), terminal)
-
-
-def _overrides(settings: DictConfig) -> list[str]:
-    """The command line as Hydra read it."""
-    if not HydraConfig.initialized():
-        return [f"+experiment={settings.name}"]
-    return list(HydraConfig.get().overrides.task)
-
-
-def _command(settings: DictConfig) -> str:
-    """The command line that asked for this experiment, less its seeds and where it wrote."""
-    left_out = ("seed=", "results=", "rerun=", "data.root=")
-    return " ".join(
-        ["python train.py", *(shlex.quote(o) for o in _overrides(settings) if not o.startswith(left_out))]
-    )
+    return open_experiment(settings, images, terminal)
 
 
 def load_images(settings: DictConfig, terminal: Terminal) -> Images:

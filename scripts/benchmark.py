@@ -67,7 +67,9 @@ def lockstep_seconds(settings: DictConfig, images: Images, home: Path) -> float:
     fit(lockstep, batches, recorder, 0)
     _wait(lockstep)
     seconds = time.perf_counter() - began
-    logger.finish({})
+    logger.finish(
+        {"outcome": "finished", "times": {"seconds": 0.0}, "arms": {}, "dataset": {}, "environment": {}}
+    )
     return seconds
 
 

@@ -1,0 +1,147 @@
+"""From a question to its answer: measure every seed, judge, show tables and figures, leave the files.
+
+The folder is that of every experiment (``experiment.yaml``, ``seed=<n>/``, ``verdict.json``,
+``report.html``) with three things more: ``seed=<n>/measurements.json``, ``tables/*.csv`` and
+``figures/*.svg`` and ``.png``; ``answer.json`` holds the sentences and where each number stands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from driftlab.environment import make_deterministic
+from driftlab.records import (
+    CURVES,
+    EVALUATIONS,
+    SCHEMA,
+    RecordError,
+    columns,
+    read_json,
+    seed_folder,
+    write_json,
+    write_table,
+    write_whole,
+)
+from driftlab.report.rendering import as_csv, as_files, shown
+from driftlab.report.sections import Answer
+from experiments.experiment_folder import Experiment, is_done, open_experiment, owned, set_aside
+from experiments.judging import readable, write_verdict
+from experiments.loggers import MetricsLogger, log_verdict
+from experiments.questions.question import Measured, Question
+from experiments.questions.settings import resolve_question
+from experiments.run_record import seed_record
+from experiments.seeds import format_seeds, parse_seeds
+from experiments.stored_run import MEASUREMENTS, measurements
+from experiments.terminal import Terminal
+
+
+def ask(config: DictConfig, question: Question) -> str:
+    """Measure what is not finished yet, answer from all finished seeds, and return the verdict.
+
+    Raises:
+        ConfigurationError: with one line for the user.
+    """
+    terminal = Terminal()
+    seeds = parse_seeds(OmegaConf.to_container(config, resolve=False)["seed"])
+    settings = resolve_question(config, terminal.say)
+    make_deterministic(torch.device(settings.device), tf32=settings.tf32, threads=settings.threads)
+    settings.measurement = question.version
+    about = question.about(settings)  # refuses what cannot be measured, before there is a folder
+    experiment = open_experiment(settings, None, terminal)
+    todo = [seed for seed in seeds if not _is_done(experiment, seed)]
+    terminal.plan(f"{settings.name} {experiment.digest}", _plan(settings, about, seeds, todo))
+    for seed in todo:
+        owned(experiment, seed, partial(_measure, question))
+    return _answered(experiment, question)
+
+
+def _plan(settings: DictConfig, about: str, seeds: list[int], todo: list[int]) -> dict[str, str]:
+    done = f", {len(seeds) - len(todo)} done already" if len(todo) < len(seeds) else ""
+    return {
+        "asks": settings.hypothesis,
+        "measures": about,
+        "seeds": f"{format_seeds(seeds)}{done}",
+        "device": settings.device,
+        "scale": f"{settings.scale.name} ({settings.scale.get('why', 'as asked')})",
+    }
+
+
+def _is_done(experiment: Experiment, seed: int) -> bool:
+    if not is_done(experiment, seed):
+        return False
+    home = seed_folder(experiment.folder, seed)
+    try:
+        read_json(home / MEASUREMENTS)
+    except RecordError as error:
+        set_aside(experiment, home, error)
+        return False
+    return True
+
+
+def _measure(question: Question, experiment: Experiment, seed: int, home: Path) -> None:
+    began = time.time()
+    measured = question.measure(experiment.settings, seed)
+    record = seed_record(experiment, seed, began) | _arms_and_probes(measured)
+    rows = [{"epoch": 0, **row} for row in measured.record.curves]
+    write_table(home / "curves.csv", columns(CURVES, measured.record.arms), rows)
+    evaluations = [{"epoch": 0, **row} for row in measured.record.evaluations]
+    write_table(home / "evaluations.csv", columns(EVALUATIONS, measured.record.arms), evaluations)
+    write_json(home / MEASUREMENTS, measured.values)
+    _log(experiment, seed, home, rows, record)
+    write_json(home / "run.json", record)
+    experiment.terminal.say(f"seed {seed}: measured ({record['times']['seconds']:.0f} s)")
+
+
+def _arms_and_probes(measured: Measured) -> dict:
+    run = measured.record.run
+    horizon = int(measured.record.curves[-1]["step"]) if measured.record.curves else 0
+    arms = {
+        name: {"outcome": "finished" if arm["blown_up_at"] is None else "blew_up", "horizon": horizon} | arm
+        for name, arm in run["arms"].items()
+    }
+    return {"arms": arms, "fold": None, "probes": run.get("probes", [])}
+
+
+def _log(
+    experiment: Experiment, seed: int, home: Path, rows: list[Mapping[str, float]], record: Mapping
+) -> None:
+    logger = MetricsLogger(experiment.settings, experiment.digest, seed, home)
+    for row in rows:
+        logger.log(int(row["step"]), {k: v for k, v in row.items() if k != "step"})
+    logger.finish(record)
+
+
+def _answered(experiment: Experiment, question: Question) -> str:
+    folder, settings, terminal = experiment.folder, experiment.settings, experiment.terminal
+    records = readable(folder, terminal)
+    judgement = question.judge(records)
+    answer = question.answer(settings, measurements(folder, records))
+    files = write_verdict(folder, experiment.digest, settings, records, judgement, answer)
+    files |= write_answer(folder, answer)
+    terminal.tables(answer)
+    terminal.verdict(judgement, settings.expected, None, files)
+    log_verdict(settings, experiment.digest, folder, answer)
+    return str(judgement.verdict)
+
+
+def write_answer(folder: Path, answer: Answer) -> dict[str, str]:
+    """Tables, figures and ``answer.json``; where they lie, by name."""
+    for table in answer.tables:
+        write_whole(folder / "tables" / f"{table.name}.csv", as_csv(table))
+    for figure in answer.figures:
+        for suffix, content in as_files(figure).items():
+            write_whole(folder / "figures" / f"{figure.name}.{suffix}", content)
+    write_json(folder / "answer.json", _stored(answer))
+    return {"tables": f"{folder}/tables/*.csv", "figures": f"{folder}/figures/*.svg, *.png"}
+
+
+def _stored(answer: Answer) -> dict:
+    tables = [vars(shown(table)) for table in answer.tables]
+    figures = [{"name": f.name, "title": f.title, "caption": f.caption} for f in answer.figures]
+    return {"schema": SCHEMA, "sentence": answer.sentence, "tables": tables, "figures": figures}

@@ -1,0 +1,162 @@
+"""A run read back from its files, which somebody else may have made: checked before use, never executed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from driftlab.records import RecordError, SeedRecord, read_json, read_seed, seed_folder
+from driftlab.verdict import Finding, Verdict
+from experiments.errors import ConfigurationError, one_line
+
+SETTINGS = "experiment.yaml"
+MEASUREMENTS = "measurements.json"
+
+SUBJECTS = ("candidate", "control", "reference")
+_ARM = re.compile(r"[a-z][a-z_0-9]*\.[a-z][a-z0-9]*")
+_RUN = {"digest": str, "command": str, "dataset": Mapping, "environment": Mapping, "times": Mapping}
+_NUMBER = int | float | None
+
+
+def read_settings(folder: Path) -> DictConfig:
+    """``experiment.yaml``: values alone.
+
+    An interpolation would read this machine's environment, an alias can grow without end; neither stands in a
+    file that was written by a run.
+
+    Raises:
+        ConfigurationError: it is missing, no YAML, holds more than values, or lacks its name or kind.
+    """
+    path = folder / SETTINGS
+    try:
+        text = path.read_text()
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+            raise ConfigurationError(f"{path} holds a YAML alias (*): write its value instead")
+        settings = OmegaConf.create(text)
+        values = OmegaConf.to_container(settings, resolve=False)
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigurationError(f"{path} cannot be read: {one_line(error)}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("name"), str):
+        raise ConfigurationError(f"{path} is no experiment: it has no name")
+    if found := next((v for v in _texts(values) if "${" in v or v == "???"), None):
+        raise ConfigurationError(f"{path} holds {found}, which has no value yet: write the value instead")
+    return _with_defaults(settings, path)
+
+
+def _texts(value: object) -> list[str]:
+    if isinstance(value, Mapping):
+        return [t for k, v in value.items() for t in (*_texts(k), *_texts(v))]
+    if isinstance(value, list):
+        return [t for v in value for t in _texts(v)]
+    return [value] if isinstance(value, str) else []
+
+
+def _with_defaults(settings: DictConfig, path: Path) -> DictConfig:
+    for key, value in {"hypothesis": "", "expected": None}.items():
+        if key not in settings:
+            settings[key] = value
+    for key, values in {"expected": (None, *map(str, Verdict)), "subject": SUBJECTS}.items():
+        if settings.get(key, values[0]) not in values:
+            choices = ", ".join(v or "null" for v in values)
+            raise ConfigurationError(f"{path}: {key}={settings[key]} is unknown: choose from {choices}")
+    if not isinstance(settings.hypothesis, str):
+        raise ConfigurationError(f"{path}: hypothesis={settings.hypothesis} must be a sentence")
+    return settings
+
+
+def read_checked(folder: Path, seed: int) -> SeedRecord | None:
+    """A finished seed, with inf and -inf as the numbers that JSON has no word for; None where unfinished.
+
+    Raises:
+        RecordError: it is not what a run writes; the message names the file and what is wrong.
+    """
+    record = read_seed(folder, seed)
+    if record is None:
+        return None
+    file = seed_folder(folder, seed) / "run.json"
+    run = record.run | {key: finite(record.run.get(key) or []) for key in ("probes", "layers")}
+    if wrong := _wrong_key(run) or _wrong_arms(run["arms"]) or _wrong_probe(run["probes"]):
+        raise RecordError(f"{file} is damaged: {wrong} cannot be read")
+    if not all(math.isfinite(r.get("step", math.nan)) for r in (*record.curves, *record.evaluations)):
+        raise RecordError(f"{file.with_name('curves.csv')} is damaged: a row has no step")
+    return SeedRecord(seed, record.curves, record.evaluations, run)
+
+
+def _wrong_key(run: Mapping) -> str | None:
+    for key, kind in _RUN.items():
+        if not isinstance(run.get(key), kind):
+            return key
+    if not isinstance(run["times"].get("seconds"), _NUMBER):
+        return "times.seconds"
+    if not isinstance(run["layers"], list) or not all(map(_is_layer, run["layers"])):
+        return "layers"
+    return None if _is_place(run.get("local")) else "local"
+
+
+def _wrong_arms(arms: Mapping) -> str | None:
+    for name, arm in arms.items():
+        if not _ARM.fullmatch(name) or not isinstance(arm, Mapping):
+            return "arms"
+        if not {"blown_up_at", "against"} <= set(arm) or arm["against"] not in (None, *arms):
+            return f"arms.{name}"
+        if not isinstance(arm["blown_up_at"], int | None):
+            return f"arms.{name}.blown_up_at"
+    return None
+
+
+def _wrong_probe(probes: object) -> str | None:
+    if not isinstance(probes, list):
+        return "probes"
+    for number, stored in enumerate(probes):
+        try:
+            evidence = Finding.from_dict(stored).evidence
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return f"probes[{number}] ({one_line(error)})"
+        texts = (evidence.probe, evidence.question, evidence.reading)
+        numbers = (evidence.measured, evidence.threshold)
+        if not all(isinstance(t, str) for t in texts) or not all(isinstance(n, _NUMBER) for n in numbers):
+            return f"probes[{number}]"
+        if not _is_place(stored["place"]):
+            return f"probes[{number}].place"
+    return None
+
+
+def _is_layer(value: object) -> bool:
+    passes = value.get("passes") if isinstance(value, Mapping) else None
+    if (
+        not isinstance(passes, Mapping)
+        or not isinstance(value.get("module"), str)
+        or "rewritten" not in value
+    ):
+        return False
+    kinds = [k for k in passes.values() if isinstance(k, Mapping)]
+    return len(kinds) == len(passes) and all(isinstance(v, _NUMBER) for k in kinds for v in k.values())
+
+
+def _is_place(value: object) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, Mapping) or not {"module", "pass"} <= set(value):
+        return False
+    types = (("module", str | None), ("pass", str), ("step", int))
+    return all(isinstance(value.get(key, 0), kind) for key, kind in types)
+
+
+def measurements(folder: Path, records: Sequence[SeedRecord]) -> dict[int, dict]:
+    """Seed -> what it measured beside its curves. Raises RecordError where a file is damaged."""
+    return {r.seed: finite(read_json(seed_folder(folder, r.seed) / MEASUREMENTS)) for r in records}
+
+
+def finite(value: object) -> object:
+    """JSON's words for what it has no number for, as the floats that they stand for."""
+    if isinstance(value, Mapping):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [finite(v) for v in value]
+    return float(value) if value in ("inf", "-inf") else value

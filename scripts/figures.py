@@ -1,0 +1,46 @@
+"""Draw the main curves of a stored run for a paper, as SVG and PNG; trains nothing."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from driftlab.records import RecordError  # noqa: E402
+from driftlab.report.static import WIDTHS, read_run, write_curves  # noqa: E402
+
+
+def main() -> int:
+    arguments = _arguments()
+    try:
+        records = read_run(arguments.run)
+        curves = write_curves(records, arguments.out or arguments.run / "figures", arguments.width)
+    except RecordError as error:
+        return _refuse(str(error))
+    except OSError as error:
+        return _refuse(f"{error.filename} cannot be written ({error.strerror}): write --out FOLDER")
+    for path in curves.files:
+        print(path)
+    print(f"caption: {curves.caption}")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="a run's folder, results/runs/<experiment>/<digest>")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go (RUN/figures)")
+    inches = ", ".join(f"{name} {value} in" for name, value in WIDTHS.items())
+    parser.add_argument("--width", choices=WIDTHS, default="single", help=f"of a column: {inches}")
+    return parser.parse_args()
+
+
+def _refuse(line: str) -> int:
+    print(f"error: {line}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""Put the answer of finished runs into results/published/: scripts/publish.py RUN [RUN ...]"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from driftlab.records import RecordError  # noqa: E402
+from experiments.publishing import publish  # noqa: E402
+
+
+def main(runs: list[str]) -> int:
+    if not runs or {"-h", "--help"} & set(runs):
+        print(__doc__)
+        return 0 if runs else 2
+    for run in runs:
+        try:
+            print(publish(Path(run), ROOT / "results" / "published"))
+        except RecordError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
