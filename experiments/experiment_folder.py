@@ -10,12 +10,13 @@ from pathlib import Path
 
 from filelock import FileLock
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from driftlab.records import RecordError, read_seed, seed_folder, write_whole
 from experiments.configuration import digest
 from experiments.data.images import Images
 from experiments.errors import ConfigurationError, one_line
+from experiments.recorded import as_yaml
 from experiments.terminal import Terminal
 
 
@@ -36,7 +37,7 @@ def open_experiment(settings: DictConfig, images: Images | None, terminal: Termi
     name = digest(settings)
     folder = Path(settings.results) / settings.name / name
     try:
-        write_whole(folder / "experiment.yaml", OmegaConf.to_yaml(settings))
+        write_whole(folder / "experiment.yaml", as_yaml(settings))
     except OSError as error:
         raise ConfigurationError(
             f"results={settings.results} cannot be written ({one_line(error)}): write results=FOLDER"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from rich.table import Table
 
 from driftlab.evidence import first_flip
@@ -13,6 +13,7 @@ from driftlab.report import write_report
 from driftlab.report.sections import Answer
 from driftlab.rules import judge as judge_records
 from driftlab.verdict import Judgement
+from experiments.recorded import as_yaml
 from experiments.seeds import format_seeds
 from experiments.stored_run import read_checked
 from experiments.terminal import Terminal, number
@@ -44,7 +45,7 @@ def write_verdict(
         "hypothesis": settings.hypothesis,
         "expected": settings.expected,
         "command": repeat_command(records),
-        "settings": OmegaConf.to_yaml(settings),
+        "settings": as_yaml(settings),
         "dataset": records[0].run["dataset"] if records else {},
     }
     report = write_report(folder, records, judgement, meta, answer)

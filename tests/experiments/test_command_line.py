@@ -181,3 +181,10 @@ def test_seeds_set_alone_are_another_experiment(train, tmp_path):
     train("+experiment=control", "seeds.init=7")
     train("+experiment=control", "seed=1")
     assert len(list((tmp_path / "control").iterdir())) == 2
+
+
+def test_no_record_names_the_folders_of_the_machine(train, tmp_path):
+    assert train("+experiment=control").status == 0
+    (folder,) = tmp_path.glob("control/*")
+    for name in ("experiment.yaml", "report.html", "verdict.json", "seed=0/run.json"):
+        assert str(tmp_path) not in (folder / name).read_text()
