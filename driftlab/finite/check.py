@@ -65,8 +65,9 @@ def gradient_check(
     Along a few random directions in which every number moves, autograd's derivative is held against central
     differences. How far a right one may be off is measured on the spot, so there is no tolerance to choose:
     round-off and truncation, see ``driftlab.finite.differences``. The step shrinks until no ReLU or max-pool
-    changes sides between the two ends, since a kink, not rounding, sets the error there. It costs some thirty
-    forward passes whatever the size; where it fails, a few more for each halving find the element.
+    changes sides between the two ends, since a kink, not rounding, sets the error there. It costs some forty
+    forward passes whatever the size, up to three times that close to kinks; where it fails, a few more for
+    each halving find the element.
 
     Nothing that is handed over is changed, but for what a function (as against a network) closes over: hand
     over the network itself, whose parameters are then checked too. What only the float32 path does is not
