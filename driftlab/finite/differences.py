@@ -24,12 +24,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from driftlab.evidence import UNIT_ROUND_OFF
 from driftlab.finite.point import Move, Point
 from driftlab.kinks import sign_flips
 
 FIRST_STEP = 2.0**-16
 LEAST_STEP = 2.0**-42  # below, a difference of float64 numbers keeps fewer than 11 bits of the step
-UNIT = 2.0**-53
+UNIT = UNIT_ROUND_OFF["float64"]
 # A right gradient is off by about its own uncertainty: of 20,000 checks of right networks of 40 kinds 0.1 %
 # were beyond 2.0 and one was at 2.9 (python -m tests.driftlab.finite.kinds 500). Odder ones went up to 12.
 LIMIT = 32.0

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from driftlab.records import write_whole
-from driftlab.report import compare_outcomes, compare_tables, tables
+from driftlab.report import compare_outcomes, compare_tables
 from driftlab.report.compare_tables import Pair, Side
+from driftlab.report.templates import template
 
 __all__ = ["Side", "sentence", "write_comparison"]
 
@@ -34,15 +33,7 @@ def _render(pair: Pair) -> str:
     # here, because matplotlib takes most of a second, and who imports driftlab.report may not write a page
     from driftlab.report.compare_figure import drift_curves
 
-    templates = Environment(
-        loader=PackageLoader("driftlab.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters |= {"number": tables.number}
-    return templates.get_template("compare.html.j2").render(
+    return template("compare.html.j2").render(
         pair=pair,
         sentence=sentence(pair),
         stand_ins=[side.label for side in pair if side.dataset.get("stand_in")],

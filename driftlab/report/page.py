@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 from driftlab.records import SeedRecord, write_whole
 from driftlab.report import rendering, tables
 from driftlab.report.sections import Answer
 from driftlab.report.series import MOST_LINES, all_arms
+from driftlab.report.templates import template
 from driftlab.verdict import Judgement
 
 
@@ -36,18 +35,10 @@ def write_report(
 
 
 def _render(records: Sequence[SeedRecord], judgement: Judgement, meta: Mapping, answer: Answer | None) -> str:
-    templates = Environment(
-        loader=PackageLoader("driftlab.report", "."),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    templates.filters |= {"number": tables.number, "percent": tables.percent}
     rows = tables.outcomes(records, judgement)
     drawings, layers = _drawings(records)
     switches = [arm for d in drawings for arm in d.arms] + (layers.switches if layers else [])
-    return templates.get_template("page.html.j2").render(
+    return template("page.html.j2").render(
         meta=_filled(meta),
         judgement=judgement,
         seeds=[r.seed for r in records],
