@@ -63,6 +63,11 @@ class Examination:
         )
         return "float64" not in self.network.failed and not narrow
 
+    @property
+    def compared_modules(self) -> bool:
+        """Whether modules were compared one by one, so that ``local`` costs nothing more."""
+        return "local" in vars(self)
+
     def add(self, evidence: Evidence, place: Place | None = None) -> None:
         self.findings.append(Finding(evidence, place))
 

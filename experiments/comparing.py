@@ -16,9 +16,9 @@ from driftlab.report.tables import MISSING, number
 from driftlab.verdict import Evidence
 from experiments.errors import ConfigurationError, one_line
 from experiments.rejudging import find_runs, read_run
-from experiments.rejudging_table import print_whole, shown
+from experiments.rejudging_table import shown
 from experiments.seeds import format_seeds
-from experiments.terminal import COLOURS, Terminal
+from experiments.terminal import COLOURS, Terminal, print_whole
 
 
 def compare(a: str, b: str, out: Path | None) -> None:

@@ -48,7 +48,7 @@ def probed(experiment: Experiment, built: Built, home: Path) -> dict:
 
 def _layers(found: Examination) -> list[dict]:
     """Where the difference arises, where modules were compared; of networks that repeat themselves."""
-    if "local" not in vars(found) or found.supports(Verdict.NONDETERMINISTIC):
+    if not found.compared_modules or found.supports(Verdict.NONDETERMINISTIC):
         return []
     accused = {f.place.module for f in found.findings if f.place and f.evidence.supports is Verdict.BUG}
     return layers(found.local, accused - {None, ""})

@@ -6,16 +6,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
-from rich.measure import Measurement
 from rich.progress import track
 from rich.table import Table
 
 from experiments.errors import ConfigurationError, one_line
 from experiments.rejudging import Stored, find_runs, rejudge
 from experiments.seeds import format_seeds
-from experiments.terminal import COLOURS, Terminal
+from experiments.terminal import COLOURS, Terminal, print_whole
 
 
 def runs_table(runs: Iterable[Stored], unfinished: Iterable[Path] = ()) -> Table:
@@ -40,15 +38,6 @@ def runs_table(runs: Iterable[Stored], unfinished: Iterable[Path] = ()) -> Table
 def shown(text: str) -> str:
     """Text from a file for rich: neither markup nor a terminal's control sequences work in it."""
     return escape("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
-
-
-def print_whole(console: Console, drawn: Table) -> None:
-    """As wide as the terminal; a log file is as wide as the table has to be."""
-    if console.is_terminal:
-        console.print(drawn)
-        return
-    width = Measurement.get(console, console.options.update(width=10_000), drawn).maximum
-    Console(file=console.file, width=max(width, console.width), highlight=False).print(drawn)
 
 
 def judge_all(given: Sequence[str], fail_on: Sequence[str]) -> int:

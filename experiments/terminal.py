@@ -106,20 +106,9 @@ class Terminal:
         for place, table in enumerate(map(shown, answer.tables)):
             self.console.print(f"[bold]{escape(table.title)}[/bold]")
             if place == 0:
-                self._table(table)
+                print_whole(self.console, _side_by_side(table), narrow=_stacked(table))
             self.console.print(f"{escape(table.conclusion)}\n", style="italic")
         self.console.print(f"[bold]{escape(answer.sentence)}[/bold]\n")
-
-    def _table(self, table: Shown) -> None:
-        """Side by side where that fits; a log file is as wide as it has to be."""
-        drawn = _side_by_side(table)
-        width = Measurement.get(self.console, self.console.options.update(width=10_000), drawn).maximum
-        if width <= self.console.width:
-            self.console.print(drawn)
-        elif self.console.is_terminal:
-            self.console.print(_stacked(table))
-        else:
-            Console(file=self.console.file, width=width, highlight=False).print(drawn)
 
     def _evidence(self, evidence: Sequence[Evidence]) -> None:
         """A row a probe; in a narrow terminal a line a probe, and its reading beneath."""
@@ -161,6 +150,15 @@ class Terminal:
         )
         for name, path in files.items():
             self.console.print(f"[dim]{name:<9}[/dim] {escape(path)}", soft_wrap=True)
+
+
+def print_whole(console: Console, drawn: Table, narrow: Table | None = None) -> None:
+    """As wide as the terminal, ``narrow`` where it does not fit; a log file is as wide as it has to be."""
+    width = Measurement.get(console, console.options.update(width=10_000), drawn).maximum
+    if console.is_terminal:
+        console.print(narrow if narrow is not None and width > console.width else drawn)
+    else:
+        Console(file=console.file, width=max(width, console.width), highlight=False).print(drawn)
 
 
 def _side_by_side(table: Shown) -> Table:
