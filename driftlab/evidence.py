@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
+from driftlab.column_table import columns_of
 from driftlab.records import SeedRecord
 from driftlab.verdict import Evidence, Verdict
 
@@ -35,15 +36,7 @@ PASSES = (
 
 def same_bits(records: Sequence[SeedRecord], role: str) -> Evidence:
     """Is there any difference at all, in any logged number?"""
-    values = [
-        row[column]
-        for record in records
-        for table in (record.curves, record.evaluations)
-        for row in table
-        for column in row
-        if f"/{role}." in column and column.split("/")[0].endswith("_distance")
-    ]
-    largest = max(values, default=None)
+    largest = _largest_distance(records, role)
     identical = largest == 0.0
     rows = sum(len(record.curves) for record in records)
     return Evidence(
@@ -54,6 +47,20 @@ def same_bits(records: Sequence[SeedRecord], role: str) -> Evidence:
         Verdict.BIT_IDENTICAL if identical else None,
         f"no distance other than 0 in {rows} rows" if identical else "the two differ; the rest asks why",
     )
+
+
+def _largest_distance(records: Sequence[SeedRecord], role: str) -> float | None:
+    """NaN where the first one of all is NaN: nothing finite to compare; a later one does not count."""
+
+    def asked(column: str) -> bool:
+        return f"/{role}." in column and column.split("/")[0].endswith("_distance")
+
+    tables = [table for record in records for table in (record.curves, record.evaluations)]
+    columns = [values for rows in tables for column, values in columns_of(rows) if asked(column)]
+    if not columns:
+        return None
+    first = next(v for rows in tables for row in rows for column, v in row.items() if asked(column))
+    return first if math.isnan(first) else max(v for values in columns for v in values if not math.isnan(v))
 
 
 def dtype_ratio(records: Sequence[SeedRecord], role: str) -> Evidence:

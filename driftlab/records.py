@@ -1,75 +1,40 @@
-"""The files of a run: how they are named, written whole or not at all, and read back.
+"""The files of a run: tables of numbers, what became of a seed, and which seeds have finished.
 
 ``curves.csv`` holds a row a logged step, ``evaluations.csv`` a row an evaluation, ``run.json`` what
 became of the seed. Numbers are printed with ``repr``, the shortest text that reads back to the same
-float64; a value that was not measured is an empty cell.
+float64; a value that was not measured is an empty cell. ``run.json`` is written last: a seed that has it has
+finished. Its ``files`` hold the SHA-256 of the files it rests on; a record without them is taken as it is.
 """
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
-import json
 import math
-import os
-import tempfile
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+
+from driftlab.column_table import ColumnTable, Row, series_of
+from driftlab.files import MissingFile as MissingFile
+from driftlab.files import OtherVersion as OtherVersion
+from driftlab.files import RecordError as RecordError
+from driftlab.files import Unreadable as Unreadable
+from driftlab.files import as_version, read_whole, version
+from driftlab.files import write_whole as write_whole
+from driftlab.json_files import SEAL, parse_json, seal, unsealed
+from driftlab.json_files import read_json as read_json
+from driftlab.json_files import write_json as write_json
+from driftlab.json_files import write_sealed as write_sealed
 
 SCHEMA = 1
 CURVES = ("loss", "weight_distance", "gradient_distance", "logit_distance", "sign_flips", "accuracy")
 EVALUATIONS = ("test_accuracy", "disagreement", "eval_logit_distance", "buffer_distance")
 COUNTS = ("step", "epoch", "sign_flips")
-
-Row = Mapping[str, float]
-
-
-class RecordError(ValueError):
-    """A stored file that cannot be what driftlab wrote; the message is one line and names the file."""
-
-
-def write_whole(path: Path, text: str | bytes) -> None:
-    """Write a file so that a reader, or a crash, finds the old content or the new, never a part."""
-    data = text.encode() if isinstance(text, str) else text
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def write_json(path: Path, value: object) -> None:
-    """Strict JSON: NaN and inf, which JSON has no word for, become null and the strings "inf", "-inf"."""
-    write_whole(path, json.dumps(_strict(value), indent=1, allow_nan=False) + "\n")
-
-
-def _strict(value: object) -> object:
-    if isinstance(value, Mapping):
-        return {str(k): _strict(v) for k, v in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_strict(v) for v in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    return value
-
-
-def read_json(path: Path) -> dict:
-    """Raises RecordError where the file is missing, cut off or no JSON object."""
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RecordError(f"{path} is damaged: {error}") from None
-    if not isinstance(value, dict):
-        raise RecordError(f"{path} is damaged: it holds no JSON object")
-    return value
+LARGEST_STEP = 2.0**53  # above, float64 skips whole numbers
 
 
 def columns(kinds: Iterable[str], arms: Iterable[str]) -> list[str]:
@@ -78,13 +43,24 @@ def columns(kinds: Iterable[str], arms: Iterable[str]) -> list[str]:
     return ["step", "epoch", *(f"{kind}/{arm}" for kind in kinds for arm in arms)]
 
 
-def write_table(path: Path, header: list[str], rows: Iterable[Row]) -> None:
+def write_table(path: Path, header: list[str], rows: Iterable[Row]) -> str:
+    """Returns the SHA-256 of the file."""
+    return write_whole(path, table_text(header, rows))
+
+
+def table_text(header: list[str], rows: Iterable[Row]) -> str:
+    """A table as it stands in its file."""
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(header)
     for row in rows:
         table.writerow([_cell(column, row.get(column)) for column in header])
-    write_whole(path, text.getvalue())
+    return text.getvalue()
+
+
+def table_sha256(header: list[str], rows: Iterable[Row]) -> str:
+    """What ``write_table`` would return."""
+    return hashlib.sha256(table_text(header, rows).encode()).hexdigest()
 
 
 def _cell(column: str, value: float | None) -> str:
@@ -95,26 +71,41 @@ def _cell(column: str, value: float | None) -> str:
     return repr(float(value))
 
 
-def read_table(path: Path) -> list[dict[str, float]]:
-    """The rows of a table; empty cells are left out. Raises RecordError where it is damaged."""
+def read_table(path: Path, sha256: str | None = None) -> ColumnTable:
+    """The rows of a table; empty cells are left out. Raises RecordError where it is damaged.
+
+    Args:
+        sha256: what the file's has to be, where that is known.
+    """
+    data = read_whole(path)
+    if sha256 is not None and hashlib.sha256(data).hexdigest() != sha256:
+        raise RecordError(f"{path} is damaged: its SHA-256 is not what run.json says")
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path} is damaged: {error}") from None
+        text = data.decode()
+        header, *lines = list(csv.reader(io.StringIO(text))) or [[]]
+    except (UnicodeDecodeError, csv.Error):
+        raise RecordError(f"{path} is damaged: it is no table") from None
     if not text.endswith("\n"):
         raise RecordError(f"{path} is damaged: its last line is cut off")
-    header, *lines = list(csv.reader(io.StringIO(text)))
-    rows = []
+    rows = _by_column(path, header, lines)
+    steps = rows.column("step", missing=math.nan)
+    for number, step in enumerate(steps, start=2):
+        if not (0 <= step <= LARGEST_STEP and step == int(step)):
+            raise RecordError(f"{path} is damaged: line {number} has no step")
+    if any(b <= a for a, b in pairwise(steps)):
+        raise RecordError(f"{path} is damaged: its steps do not rise")
+    return rows
+
+
+def _by_column(path: Path, header: list[str], lines: list[list[str]]) -> ColumnTable:
+    # no cell is quoted: where a link leads elsewhere, it may be of another file
     for number, line in enumerate(lines, start=2):
         if len(line) != len(header):
             raise RecordError(f"{path} is damaged: line {number} has {len(line)} cells, not {len(header)}")
-        try:
-            rows.append({c: float(v) for c, v in zip(header, line, strict=True) if v != ""})
-        except ValueError as error:
-            raise RecordError(f"{path} is damaged: line {number}: {error}") from None
-    if [r.get("step", -1) for r in rows] != sorted({r.get("step", -1) for r in rows}):
-        raise RecordError(f"{path} is damaged: its steps do not rise")
-    return rows
+    try:
+        return ColumnTable(header, lines)
+    except ValueError as error:
+        raise RecordError(f"{path} is damaged: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -122,8 +113,8 @@ class SeedRecord:
     """What one seed left: ``curves`` and ``evaluations`` row by row, and its ``run.json``."""
 
     seed: int
-    curves: list[dict[str, float]]
-    evaluations: list[dict[str, float]]
+    curves: Sequence[Row]
+    evaluations: Sequence[Row]
     run: dict = field(default_factory=dict)
 
     @property
@@ -132,8 +123,7 @@ class SeedRecord:
 
     def series(self, kind: str, arm: str, *, table: str = "curves") -> dict[int, float]:
         """step -> value of one column, where it was measured."""
-        column = f"{kind}/{arm}"
-        return {int(r["step"]): r[column] for r in getattr(self, table) if column in r}
+        return series_of(getattr(self, table), f"{kind}/{arm}")
 
 
 def seed_folder(folder: Path, seed: int) -> Path:
@@ -141,17 +131,66 @@ def seed_folder(folder: Path, seed: int) -> Path:
 
 
 def read_seed(folder: Path, seed: int) -> SeedRecord | None:
-    """A finished seed, or None where ``run.json`` is not there yet. Raises RecordError where damaged."""
+    """A finished seed, or None where ``run.json`` is not there yet.
+
+    Raises:
+        OtherVersion: it was finished by a version of driftlab whose records this one cannot read.
+        Unreadable: the disk or its rights do not let it be read.
+        RecordError: it is damaged.
+    """
     home = seed_folder(folder, seed)
-    if not (home / "run.json").exists():
+    path = home / "run.json"
+    try:
+        run = _this_schema(path, *parse_json(path))
+    except MissingFile:
         return None
-    run = read_json(home / "run.json")
-    if run.get("schema") != SCHEMA or not isinstance(run.get("arms"), dict) or run.get("seed") != seed:
-        raise RecordError(f"{home / 'run.json'} is not a run of seed {seed} that this version can read")
-    return SeedRecord(seed, read_table(home / "curves.csv"), read_table(home / "evaluations.csv"), run)
+    if not isinstance(run.get("arms"), dict) or run.get("seed") != seed:
+        raise RecordError(f"{path} is damaged: it is no record of seed {seed}")
+    files = _files(path, run)
+    tables = (read_table(home / name, files.pop(name, None)) for name in ("curves.csv", "evaluations.csv"))
+    record = SeedRecord(seed, *tables, run)
+    for name, sha256 in files.items():
+        if hashlib.sha256(read_whole(home / name)).hexdigest() != sha256:
+            raise RecordError(f"{home / name} is damaged: its SHA-256 is not what run.json says")
+    return record
+
+
+def _this_schema(path: Path, run: dict, exact: bool) -> dict:
+    """``run`` without its seal, where it is of this schema: a schema that is only damaged is told apart."""
+    schema = run.get("schema")
+    if schema == SCHEMA or not isinstance(schema, int):
+        if "files" in run and SEAL not in run:
+            raise RecordError(f"{path} is damaged: it has files and no {SEAL}")
+        run = unsealed(path, run, exact)
+    elif run.get(SEAL) == seal({k: v for k, v in run.items() if k != SEAL} | {"schema": SCHEMA}):
+        schema = None
+    else:
+        theirs = _version_of(run)
+        by = f"driftlab {theirs}" if theirs else "another version of driftlab"
+        raise OtherVersion(
+            f"{path} was written by {by} (schema {schema}), which driftlab {version()} cannot read", theirs
+        )
+    if schema != SCHEMA:
+        raise RecordError(f"{path} is damaged: it does not say schema {SCHEMA}")
+    return run
+
+
+def _version_of(run: Mapping) -> str | None:
+    found: object = run
+    for key in ("environment", "versions", "driftlab"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return as_version(found)
+
+
+def _files(path: Path, run: Mapping) -> dict[str, str]:
+    files = run.get("files", {})
+    if not isinstance(files, Mapping) or any(Path(name).name != name for name in files):
+        raise RecordError(f"{path} is damaged: files cannot be read")
+    return dict(files)
 
 
 def finished_seeds(folder: Path) -> list[int]:
     """The seeds under an experiment's folder that have a ``run.json``, ascending."""
     names = (p.parent.name.removeprefix("seed=") for p in folder.glob("seed=*/run.json"))
-    return sorted(int(n) for n in names if n.lstrip("-").isdigit())
+    # as seed_folder writes them: seed=01 is none
+    return sorted(int(n) for n in names if re.fullmatch(r"0|-?[1-9]\d*", n, re.ASCII))

@@ -1,8 +1,15 @@
-"""The one error that ends a command with a line and exit status 2."""
+"""The two errors that end a command with a line: exit status 2 and 1."""
 
 
 class ConfigurationError(ValueError):
     """Something the user gave cannot be used. The message is one line: what, where, what to write instead."""
+
+
+class Unfinished(Exception):  # noqa: N818 (nothing was wrong)
+    """The run was stopped by its surroundings (a full disk, say); the same command goes on. Exit status 1.
+
+    The message is one line: what, where, how far the seed came, what to do.
+    """
 
 
 def one_line(error: BaseException) -> str:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from driftlab.arm import Arm
+from driftlab.environment import environment
 from driftlab.examination import Examination, examined
 from driftlab.findings.late import ask_last, ask_later
 from driftlab.late import Snapshots
 from driftlab.pairs import first_excess, honoured
 from driftlab.probes.layers import layers
 from driftlab.probes.sizes import fewer_samples
-from driftlab.records import SeedRecord, read_json, read_table, write_json
+from driftlab.records import RecordError, SeedRecord, read_json, read_table, write_sealed
 from driftlab.rules import settled_by
 from driftlab.verdict import Finding, Verdict
 from experiments.data.batches import Batches
+from experiments.stored_run import wrong_probe
 
 if TYPE_CHECKING:
     from experiments.experiment_folder import Experiment
@@ -27,13 +30,20 @@ if TYPE_CHECKING:
 LONGEST_REPLAY = 150
 
 
-def probed(experiment: Experiment, built: Built, home: Path) -> dict:
-    """What the probes found before any update: run once a seed, and read again when it is resumed."""
+def probed(experiment: Experiment, built: Built, home: Path, start: int) -> dict:
+    """What the probes found before any update: run once a seed, and read again when it is resumed.
+
+    Args:
+        start: the step that the seed goes on with. One that has no checkpoint yet, and now runs in another
+            environment than its probes did, is probed again.
+    """
     if built.subject is None:
         return {"probes": [], "float64": True, "layers": []}
-    stored = home / "probes.json"
-    if stored.exists():
-        return read_json(stored)
+    stored, here = home / "probes.json", environment(built.batches.device)
+    if os.path.lexists(stored):
+        record = _checked(stored)
+        if record.pop("environment", here) == here or start:
+            return record
     batch = built.batches.batch(0)
     few = fewer_samples(batch, experiment.settings.probe_images)
     found = examined(built.subject, few or batch)
@@ -42,7 +52,15 @@ def probed(experiment: Experiment, built: Built, home: Path) -> dict:
         "float64": found.float64,
         "layers": _layers(found),
     }
-    write_json(stored, record)
+    write_sealed(stored, record | {"environment": here})
+    return record
+
+
+def _checked(stored: Path) -> dict:
+    """Raises RecordError where it is not what ``probed`` writes."""
+    record = read_json(stored)
+    if wrong := wrong_probe(record.get("probes")):
+        raise RecordError(f"{stored} is damaged: {wrong} cannot be read")
     return record
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,21 +16,55 @@ from experiments.data.images import Images
 
 if TYPE_CHECKING:
     from experiments.experiment_folder import Experiment
+    from experiments.recorder import Recorder
     from experiments.seed_run import Built
 
 
-def run_record(experiment: Experiment, seed: int, built: Built, began: float, start: int) -> dict:
-    """Of a seed that was trained from step ``start`` on, since ``began`` (as ``time.time``)."""
+class Began(NamedTuple):
+    """When a seed was begun: by the calendar, and by a clock that nobody sets."""
+
+    calendar: datetime
+    seconds: float
+
+    @classmethod
+    def now(cls) -> Began:
+        return cls(datetime.now(UTC), time.perf_counter())
+
+
+def run_record(
+    experiment: Experiment, seed: int, built: Built, began: Began, recorder: Recorder, start: int
+) -> dict:
+    """Of a seed that was trained from step ``start`` on."""
     record = seed_record(experiment, seed, began)
     record["arms"] = {arm.name: _arm_record(arm) for arm in built.lockstep.arms}
     record["fold"] = _fold_record(built)
     record["times"]["resumed_at_step"] = start or None
+    record["resumed"] = _elsewhere(recorder.parts)
+    record["files"] = recorder.files
     return record
 
 
-def seed_record(experiment: Experiment, seed: int, began: float) -> dict:
+def _elsewhere(parts: list[dict]) -> list[dict]:
+    """The steps ``from`` .. ``step`` - 1 that were made in another environment than the last ones."""
+    last = parts[-1]["environment"]
+    return [
+        {"from": part["from"], "step": after["from"], "environment": part["environment"]}
+        for part, after in pairwise(parts)
+        if part["environment"] != last
+    ]
+
+
+def changed(before: object, now: object, name: str = "") -> list[str]:
+    """What differs between two environments, in words: "threads 2, was 1"."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = dict.fromkeys([*now, *before])
+        return [line for key in keys for line in changed(before.get(key), now.get(key), key)]
+    return [] if before == now else [f"{name} {now}, was {before}"]
+
+
+def seed_record(experiment: Experiment, seed: int, began: Began) -> dict:
     """What every kind of experiment says of a seed that has just finished; its arms are still missing."""
-    settings, finished = experiment.settings, time.time()
+    settings = experiment.settings
     return {
         "schema": SCHEMA,
         "experiment": settings.name,
@@ -41,9 +76,9 @@ def seed_record(experiment: Experiment, seed: int, began: float) -> dict:
         "dataset": _dataset_record(experiment.images),
         "environment": environment(torch.device(settings.device)),
         "times": {
-            "began": datetime.fromtimestamp(began, UTC).isoformat(timespec="seconds"),
-            "finished": datetime.fromtimestamp(finished, UTC).isoformat(timespec="seconds"),
-            "seconds": round(finished - began, 3),
+            "began": began.calendar.isoformat(timespec="seconds"),
+            "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+            "seconds": round(time.perf_counter() - began.seconds, 3),
         },
     }
 

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from driftlab.records import RecordError, SeedRecord, read_json, read_seed, seed_folder
+from driftlab.files import RecordError, read_text
+from driftlab.json_files import DEEPEST, read_json
+from driftlab.records import SeedRecord, read_seed, seed_folder
 from driftlab.verdict import Finding, Verdict
 from experiments.errors import ConfigurationError, one_line
 
 SETTINGS = "experiment.yaml"
 MEASUREMENTS = "measurements.json"
+LARGEST_SETTINGS = 2**20  # bytes
 
 SUBJECTS = ("candidate", "control", "reference")
 _ARM = re.compile(r"[a-z][a-z_0-9]*\.[a-z][a-z0-9]*")
 _RUN = {"digest": str, "command": str, "dataset": Mapping, "environment": Mapping, "times": Mapping}
 _NUMBER = int | float | None
+# What YAML's own constructors raise where a value is not of the type that its tag says.
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 def read_settings(folder: Path) -> DictConfig:
@@ -35,18 +39,31 @@ def read_settings(folder: Path) -> DictConfig:
     """
     path = folder / SETTINGS
     try:
-        text = path.read_text()
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
-            raise ConfigurationError(f"{path} holds a YAML alias (*): write its value instead")
+        text = read_text(path, LARGEST_SETTINGS)
+        _check_events(path, yaml.parse(text, yaml.SafeLoader))
         settings = OmegaConf.create(text)
         values = OmegaConf.to_container(settings, resolve=False)
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except RecordError as error:
+        raise ConfigurationError(str(error)) from None
+    except ConfigurationError:
+        raise
+    except (yaml.YAMLError, OmegaConfBaseException, *_MALFORMED) as error:
         raise ConfigurationError(f"{path} cannot be read: {one_line(error)}") from None
     if not isinstance(values, dict) or not isinstance(values.get("name"), str):
         raise ConfigurationError(f"{path} is no experiment: it has no name")
     if found := next((v for v in _texts(values) if "${" in v or v == "???"), None):
         raise ConfigurationError(f"{path} holds {found}, which has no value yet: write the value instead")
     return _with_defaults(settings, path)
+
+
+def _check_events(path: Path, events: Iterable[yaml.Event]) -> None:
+    depth = 0
+    for event in events:
+        if isinstance(event, yaml.AliasEvent):
+            raise ConfigurationError(f"{path} holds a YAML alias (*): write its value instead")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ConfigurationError(f"{path} cannot be read: it is nested too deeply")
 
 
 def _texts(value: object) -> list[str]:
@@ -81,10 +98,8 @@ def read_checked(folder: Path, seed: int) -> SeedRecord | None:
         return None
     file = seed_folder(folder, seed) / "run.json"
     run = record.run | {key: finite(record.run.get(key) or []) for key in ("probes", "layers")}
-    if wrong := _wrong_key(run) or _wrong_arms(run["arms"]) or _wrong_probe(run["probes"]):
+    if wrong := _wrong_key(run) or _wrong_arms(run["arms"]) or wrong_probe(run["probes"]):
         raise RecordError(f"{file} is damaged: {wrong} cannot be read")
-    if not all(math.isfinite(r.get("step", math.nan)) for r in (*record.curves, *record.evaluations)):
-        raise RecordError(f"{file.with_name('curves.csv')} is damaged: a row has no step")
     return SeedRecord(seed, record.curves, record.evaluations, run)
 
 
@@ -110,7 +125,8 @@ def _wrong_arms(arms: Mapping) -> str | None:
     return None
 
 
-def _wrong_probe(probes: object) -> str | None:
+def wrong_probe(probes: object) -> str | None:
+    """Where stored probes are not what a run writes."""
     if not isinstance(probes, list):
         return "probes"
     for number, stored in enumerate(probes):
