@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shlex
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from filelock import FileLock
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from driftlab.records import RecordError, read_seed, seed_folder, write_whole
+from driftlab.files import OtherVersion, RecordError, Unreadable, remove_parts, write_whole
+from driftlab.records import read_json, seed_folder
 from experiments.configuration import digest
 from experiments.data.images import Images
 from experiments.errors import ConfigurationError, one_line
+from experiments.ownership import OwnershipLost, owned_by_me
 from experiments.recorded import as_yaml
+from experiments.storage import refused_by_disk, storage
+from experiments.stored_run import MEASUREMENTS, read_checked
 from experiments.terminal import Terminal
 
 
@@ -30,17 +36,23 @@ class Experiment:
     images: Images | None  # None where it trains on none
     command: str  # without the seeds
     terminal: Terminal
+    still_owner: Callable[[], None] = lambda: None  # raises OwnershipLost; asked before a seed leaves a file
 
 
 def open_experiment(settings: DictConfig, images: Images | None, terminal: Terminal) -> Experiment:
     """Its folder, by the digest of its settings, with ``experiment.yaml`` in it."""
     name = digest(settings)
     folder = Path(settings.results) / settings.name / name
+    begun = os.path.exists(folder / "experiment.yaml")
     try:
         write_whole(folder / "experiment.yaml", as_yaml(settings))
     except OSError as error:
+        if (begun and refused_by_disk(error)) or error.errno in (errno.ENOSPC, errno.EDQUOT):
+            with storage(settings.results, lambda: "what has finished is safe"):
+                raise
+        why = (error.strerror or one_line(error)).lower()
         raise ConfigurationError(
-            f"results={settings.results} cannot be written ({one_line(error)}): write results=FOLDER"
+            f"results={settings.results} cannot be written ({why}): write results=FOLDER"
         ) from None
     return Experiment(settings, name, folder, images, _command(settings), terminal)
 
@@ -53,42 +65,126 @@ def overrides(settings: DictConfig) -> list[str]:
 
 
 def _command(settings: DictConfig) -> str:
-    """The command line that asked for this experiment, less its seeds and where it wrote."""
-    left_out = ("seed=", "results=", "rerun=", "data.root=")
+    """The command line that asked for this experiment, less its seeds and what is about this machine."""
+    left_out = ("seed=", "results=", "rerun=", "data.root=", "workers=", "hydra")
     return " ".join(
         ["python train.py", *(shlex.quote(o) for o in overrides(settings) if not o.startswith(left_out))]
     )
 
 
-def owned(experiment: Experiment, seed: int, work: Callable[[Experiment, int, Path], None]) -> None:
-    """``work`` on a seed that is not done, in its folder. Another process that owns it is waited for."""
-    with FileLock(experiment.folder / f".seed={seed}.owner"):
-        if is_done(experiment, seed):
-            return
-        home = seed_folder(experiment.folder, seed)
-        if experiment.settings.rerun and home.exists():
-            shutil.rmtree(home)
-        try:
-            work(experiment, seed, home)
-        except RecordError as error:
-            set_aside(experiment, home, error)
-            work(experiment, seed, home)
+@contextmanager
+def alone(settings: DictConfig, folder: Path) -> Iterator[None]:
+    """One process at a time judges: the last to do so sees every seed that had finished before.
+
+    Raises:
+        Unfinished: the disk refused a file.
+    """
+    safe = "every seed asked for has finished"
+    with storage(settings.results, lambda: safe), owned_by_me(folder / ".verdict.owner"):
+        yield
+
+
+def owned(
+    experiment: Experiment,
+    seed: int,
+    work: Callable[[Experiment, int, Path], None],
+    *,
+    wait: bool = True,
+) -> bool:
+    """``work`` on a seed that is not done, in its folder, by one process at a time.
+
+    Returns:
+        False where another process owns it that is not to be waited for.
+    """
+
+    def waiting() -> None:
+        experiment.terminal.say(f"seed {seed}: another process is at it, waiting for its end")
+
+    place = experiment.folder / f".seed={seed}.owner"
+    try:
+        with (
+            storage(experiment.settings.results, lambda: "what has finished is safe"),
+            owned_by_me(place, wait=wait, waiting=waiting) as owner,
+        ):
+            if owner is not None and not is_done(experiment, seed):
+                _work(replace(experiment, still_owner=owner.check), seed, work)
+            return owner is not None
+    except OwnershipLost as error:
+        experiment.terminal.say(f"seed {seed}: {error}")
+        return owned(experiment, seed, work, wait=wait)
+
+
+def _work(experiment: Experiment, seed: int, work: Callable[[Experiment, int, Path], None]) -> None:
+    home = seed_folder(experiment.folder, seed)
+    if experiment.settings.rerun and home.exists():
+        shutil.rmtree(home)
+    try:
+        work(experiment, seed, home)
+    except RecordError as error:
+        set_aside(experiment, home, error)
+        work(experiment, seed, home)
 
 
 def is_done(experiment: Experiment, seed: int) -> bool:
+    """Whether a seed has finished and is sound. One that is damaged is not: its next owner sets it aside.
+
+    Raises:
+        ConfigurationError: another version of driftlab finished it, which must not be done again.
+        Unfinished: the disk does not let it be read now.
+    """
     if experiment.settings.rerun:
         return False
     try:
-        return read_seed(experiment.folder, seed) is not None
-    except RecordError as error:
-        set_aside(experiment, seed_folder(experiment.folder, seed), error)
+        with storage(experiment.settings.results, lambda: "nothing was changed"):
+            return _finished(experiment, seed)
+    except OtherVersion as error:
+        raise ConfigurationError(f"{error}: use that one, or write results=FOLDER") from None
+    except RecordError:
         return False
 
 
+def _finished(experiment: Experiment, seed: int) -> bool:
+    """Raises RecordError where the seed has finished and is damaged."""
+    record = read_checked(experiment.folder, seed)
+    if record is None:
+        return False
+    home = seed_folder(experiment.folder, seed)
+    if (theirs := record.run["digest"]) != experiment.digest:
+        raise RecordError(f"{home / 'run.json'} is of digest {theirs}, not of {experiment.digest}")
+    if experiment.settings.kind != "training":
+        read_json(home / MEASUREMENTS)
+    return True
+
+
+def take_up(experiment: Experiment, seed: int, home: Path) -> None:
+    """What the owner of a seed does first: clears away what killed writers left, looks for damage.
+
+    Raises:
+        RecordError: the seed has finished and is damaged: it has to be set aside.
+    """
+    for folder in (home, home / "checkpoint"):
+        remove_parts(folder)
+    _finished(experiment, seed)
+
+
 def set_aside(experiment: Experiment, home: Path, error: RecordError) -> None:
-    """Keep a damaged seed under another name and say so: it is redone, never used, never deleted."""
-    number = 1
-    while (aside := home.with_name(f"{home.name}.damaged-{number}")).exists():
-        number += 1
-    home.rename(aside)
+    """Keep a seed that cannot be used under another name and say so: it is done again, never deleted.
+
+    Raises:
+        Unfinished: it only cannot be read or moved now.
+    """
+    with storage(experiment.settings.results, lambda: "nothing was changed"):
+        if isinstance(error, Unreadable):
+            raise error
+        aside = _free_name(home, error)
+        home.rename(aside)
     experiment.terminal.say(f"{error}; kept as {aside.name}, and the seed is done again")
+
+
+def _free_name(home: Path, error: RecordError) -> Path:
+    why, number = "damaged", 1
+    if isinstance(error, OtherVersion):
+        why = f"of-{error.version or 'another-version'}"
+    while os.path.lexists(aside := home.with_name(f"{home.name}.{why}-{number}")):
+        number += 1
+    return aside

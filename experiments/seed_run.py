@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import time
 import warnings
 from contextlib import contextmanager
@@ -13,27 +15,43 @@ import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 
+from driftlab.checkpoint import checkpoint_step
 from driftlab.lockstep import Lockstep
 from driftlab.logschedule import LogSchedule
-from driftlab.records import write_json
+from driftlab.records import write_sealed
 from driftlab.subject import Subject
 from experiments.data.batches import Batches
 from experiments.data.images import Images
-from experiments.experiment_folder import Experiment, owned
+from experiments.experiment_folder import Experiment, take_up
 from experiments.loggers import MetricsLogger
 from experiments.networks import build_arms
 from experiments.probing import probed, probed_later
 from experiments.recorder import Recorder
-from experiments.run_record import run_record
+from experiments.run_record import Began, changed, run_record
+from experiments.storage import storage
 
 
-def run_seed(experiment: Experiment, seed: int) -> None:
-    """Train one seed from wherever it stopped."""
-    owned(experiment, seed, _train)
+def train(experiment: Experiment, seed: int, home: Path) -> None:
+    """One seed, from wherever it stopped, by its owner.
+
+    Raises:
+        RecordError: what it was to go on from, or what it left when it finished, is damaged.
+        Unfinished: the disk refused a file.
+    """
+    with storage(experiment.settings.results, lambda: _stands(seed, home)):
+        take_up(experiment, seed, home)
+        _train(experiment, seed, home)
+
+
+def _stands(seed: int, home: Path) -> str:
+    if os.path.exists(home / "run.json"):
+        return f"seed {seed} has finished"
+    step = checkpoint_step(home / "checkpoint")
+    return f"seed {seed} " + (f"stands at its last checkpoint (step {step})" if step else "begins again")
 
 
 def _train(experiment: Experiment, seed: int, home: Path) -> None:
-    settings, began = experiment.settings, time.time()
+    settings, began = experiment.settings, Began.now()
     built = build(settings, experiment.images, seed)
     lockstep, batches = built.lockstep, built.batches
     logger = MetricsLogger(settings, experiment.digest, seed, home)
@@ -46,19 +64,32 @@ def _train(experiment: Experiment, seed: int, home: Path) -> None:
         eval_images=settings.eval_images,
         checkpoint_every=settings.checkpoint_every,
         progress=lambda step, row: experiment.terminal.step(seed, step, row),
+        still_owner=experiment.still_owner,
     )
     start = recorder.resume()
+    _say_where(experiment, seed, recorder.parts, start)
     clock = time.perf_counter()
-    probes = probed(experiment, built, home)
+    probes = probed(experiment, built, home, start)
     probing = time.perf_counter() - clock
     fit(lockstep, batches, recorder, start)
-    record = run_record(experiment, seed, built, began, start) | probes
+    record = run_record(experiment, seed, built, began, recorder, start) | probes
     clock = time.perf_counter()
     record["probes"] += probed_later(experiment, seed, built, home, record)
     record["times"]["probes_seconds"] = round(probing + time.perf_counter() - clock, 3)
-    write_json(home / "run.json", record)
+    experiment.still_owner()
+    write_sealed(home / "run.json", record)
+    if not settings.keep_checkpoint:
+        shutil.rmtree(home / "checkpoint", ignore_errors=True)
     logger.finish(record)
     experiment.terminal.seed_done(seed, record)
+
+
+def _say_where(experiment: Experiment, seed: int, parts: list[dict], start: int) -> None:
+    """Kernels differ: who reads the curves has to know where they were computed."""
+    if parts[-1]["from"] != start or len(parts) == 1:
+        return
+    what = "; ".join(changed(parts[-2]["environment"], parts[-1]["environment"]))
+    experiment.terminal.say(f"seed {seed} goes on from step {start} in another environment ({what})")
 
 
 class Built(NamedTuple):

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 
-from filelock import FileLock
 from omegaconf import DictConfig
 
 from driftlab.records import read_json
@@ -77,5 +76,4 @@ def log_verdict(settings: DictConfig, digest: str, folder: Path, answer: Answer 
     log = _VERDICTS.get(settings.logger.name)
     if log is None:
         return
-    with FileLock(folder / ".verdict.owner"):  # each seed of a sweep that ends judges those before it
-        log(settings, digest, folder, read_json(folder / "verdict.json"), answer)
+    log(settings, digest, folder, read_json(folder / "verdict.json"), answer)
