@@ -7,10 +7,13 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.table import Table
 
+from driftlab import environments
 from driftlab.evidence import first_flip
 from driftlab.records import SCHEMA, RecordError, SeedRecord, finished_seeds, write_json
 from driftlab.report import write_report
+from driftlab.report.notable import Notable, notable
 from driftlab.report.sections import Answer
+from driftlab.report.tables import outcomes
 from driftlab.rules import judge as judge_records
 from driftlab.verdict import Judgement
 from experiments.recorded import as_yaml
@@ -25,8 +28,25 @@ def judge(folder: Path, digest: str, settings: DictConfig, terminal: Terminal) -
     judgement = judge_records(records, settings.subject)
     files = write_verdict(folder, digest, settings, records, judgement)
     files["curves"] = f"{folder}/seed=*/curves.csv"
-    terminal.verdict(judgement, settings.expected, seeds_table(records), files)
+    show(terminal, settings, records, judgement, files)
     return str(judgement.verdict)
+
+
+def show(
+    terminal: Terminal,
+    settings: DictConfig,
+    records: list[SeedRecord],
+    judgement: Judgement,
+    files: dict[str, str],
+) -> None:
+    """The seeds, or of many those worth a look; the verdict; where they did not run alike."""
+    few = notable(outcomes(records, judgement))
+    shown = {row["seed"] for row in few.rows} if few else {record.seed for record in records}
+    terminal.verdict(
+        judgement, settings.expected, seeds_table([r for r in records if r.seed in shown], few), files
+    )
+    for line in environments.lines({record.seed: record.run for record in records}):
+        terminal.say(line)
 
 
 def write_verdict(
@@ -84,7 +104,10 @@ def _environments(records: list[SeedRecord]) -> dict:
         return {}
     first = records[0].run["environment"]
     others = {r.seed: r.run["environment"] for r in records if r.run["environment"] != first}
-    return {**first, "differs_for_seeds": others} if others else first
+    if not others:
+        return first
+    found = environments.differences({r.seed: r.run["environment"] for r in records})
+    return {**first, "differs_for_seeds": others, "differences": [d.as_dict() for d in found]}
 
 
 def repeat_command(records: list[SeedRecord]) -> str:
@@ -92,9 +115,10 @@ def repeat_command(records: list[SeedRecord]) -> str:
     return f"{records[0].run['command']} seed={format_seeds([r.seed for r in records])}" if records else ""
 
 
-def seeds_table(records: list[SeedRecord]) -> Table:
+def seeds_table(records: list[SeedRecord], few: Notable | None = None) -> Table:
     """A row a seed: losses at the end, drift at the end, and where the first pre-activation flipped."""
-    table = Table(title="seeds", title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="dim")
+    title = "seeds" if few is None else f"seeds: {few.sentence}"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0), header_style="dim")
     arms = {arm: record["against"] for arm, record in records[0].run["arms"].items()} if records else {}
     narrow = [a for a in arms if a.endswith("float32")]
     drifting = [a for a, against in arms.items() if against]

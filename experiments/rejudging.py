@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import glob, has_magic
 from pathlib import Path
 
@@ -45,10 +46,15 @@ class Stored:
     def seeds(self) -> list[int]:
         return [record.seed for record in self.records]
 
+    def summary(self) -> Stored:
+        """The same less what its seeds measured, so that of many experiments one at a time is held whole."""
+        return replace(self, records=[SeedRecord(seed, [], []) for seed in self.seeds], answer=None)
+
     @property
     def unfinished(self) -> int:
         """How many seeds were begun and have not finished."""
-        return sum(not (home / "run.json").exists() for home in self.folder.glob("seed=*[0-9]"))
+        homes = [h for h in self.folder.glob("seed=*") if re.fullmatch(r"seed=-?\d+", h.name)]
+        return sum(not (home / "run.json").exists() for home in homes)
 
 
 def find_runs(given: Sequence[str]) -> list[Path]:

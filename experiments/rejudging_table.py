@@ -40,6 +40,11 @@ def shown(text: str) -> str:
     return escape("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
 
 
+def _judged(folder: Path, terminal: Terminal) -> Stored | None:
+    run = rejudge(folder, terminal)
+    return run.summary() if run else None
+
+
 def judge_all(given: Sequence[str], fail_on: Sequence[str]) -> int:
     """Judge every experiment at or below ``given`` and print a line each; returns the exit status.
 
@@ -53,7 +58,7 @@ def judge_all(given: Sequence[str], fail_on: Sequence[str]) -> int:
     in_a_log = not terminal.console.is_terminal
     for folder in track(folders, "judging", console=terminal.console, transient=True, disable=in_a_log):
         try:
-            run = rejudge(folder, terminal)
+            run = _judged(folder, terminal)
         except ConfigurationError as error:
             refused.append(str(error))
         except Exception as error:  # one run of a sweep, maybe a stranger's, must not stop the others

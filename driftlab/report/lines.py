@@ -5,6 +5,7 @@ Colour tells the role, line style the dtype. Each part says in words what it sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,11 @@ from driftlab.report import axes as scale
 from driftlab.report.series import MOST_LINES, Bundle, first_flips, thin
 from driftlab.report.svg import INK, ROLE_COLOURS, SERIES, arm_id
 
+# Beyond ``MOST_LINES`` seeds: the share of them that the darker band holds, and how many are drawn as lines.
+MOST_SEEDS = 0.05, 0.95
+EXAMPLES = 5
+# So many crosses tell where blow-ups are; more hide each other.
+_CROSSES = 100
 # Points of one arm's seeds together, so that a hundred seeds take no more room than twenty.
 _POINTS = 8000
 # The window of ``diagnose`` has further controls.
@@ -40,21 +46,30 @@ def look(arm: str) -> dict:
 
 
 def draw_seeds(ax: Axes, drawn: Bundle) -> None:
-    """The range as a band and, up to ``MOST_LINES``, each seed as a thin line."""
+    """The range as a band, and each seed as a thin line.
+
+    Beyond ``MOST_LINES`` the middle nine tenths as a darker band, since the range is that of the oddest
+    seeds, and the first few seeds: a median is smoother than any of them.
+    """
     if len(drawn.values) < 2:
         return
-    places = scale.places(ax, drawn.steps)
-    low, high = drawn.range
-    kept = np.union1d(thin(places, low, 200), thin(places, high, 200))
-    band = {"color": look(drawn.arm)["color"], "alpha": 0.14, "linewidth": 0}
-    ax.fill_between(drawn.steps[kept], low[kept], high[kept], gid=arm_id(drawn.arm, "range"), **band)
+    _band(ax, drawn, drawn.range, "range")
     if len(drawn.values) > MOST_LINES:
-        return
-    faint = min(0.35, 5 / len(drawn.values))
-    for seed, values in zip(drawn.seeds, drawn.values, strict=True):
-        kept = thin(places, values, min(400, _POINTS // len(drawn.values)))
+        _band(ax, drawn, drawn.quantiles(*MOST_SEEDS), "quantiles")
+    seeds = len(drawn.values) if len(drawn.values) <= MOST_LINES else EXAMPLES
+    places, faint = scale.places(ax, drawn.steps), min(0.35, 5 / seeds)
+    for seed, values in zip(drawn.seeds[:seeds], drawn.values, strict=False):
+        kept = thin(places, values, min(400, _POINTS // seeds))
         line = look(drawn.arm) | {"linewidth": 0.7, "alpha": faint, "gid": arm_id(drawn.arm, f"seed={seed}")}
         ax.plot(drawn.steps[kept], _finite(values[kept]), **line)
+
+
+def _band(ax: Axes, drawn: Bundle, edges: tuple[np.ndarray, np.ndarray], part: str) -> None:
+    places, top = scale.places(ax, drawn.steps), ax.get_ylim()[1]
+    low, high = (np.where(np.isposinf(edge), top, edge) for edge in edges)
+    kept = np.union1d(thin(places, low, 200), thin(places, high, 200))
+    fill = {"color": look(drawn.arm)["color"], "alpha": 0.14, "linewidth": 0}
+    ax.fill_between(drawn.steps[kept], low[kept], high[kept], gid=arm_id(drawn.arm, part), **fill)
 
 
 def draw_median(ax: Axes, drawn: Bundle, wide: bool) -> None:
@@ -86,18 +101,21 @@ def mark_first_flips(ax: Axes, bundles: list[Bundle], records: Sequence[SeedReco
 
 def mark_blow_ups(ax: Axes, bundles: list[Bundle]) -> list[str]:
     """A cross where a seed had its last finite value."""
-    said, crosses = [], 0
+    said, crosses, left_out = [], 0, False
     for drawn in bundles:
         infinite = int(np.isinf(drawn.values).any(axis=1).sum())
         if infinite:
-            steps, values = zip(*drawn.last_finite, strict=True) if drawn.last_finite else ((), ())
+            ends = drawn.last_finite
+            ends = ends[:: math.ceil(len(ends) / _CROSSES) or 1]
+            steps, values = zip(*ends, strict=True) if ends else ((), ())
             cross = {"marker": "x", "linestyle": "", "color": look(drawn.arm)["color"], "markersize": 5}
             ax.plot(steps, values, gid=arm_id(drawn.arm, "end"), clip_on=False, **cross)
             said.append(f"{drawn.arm} in {infinite} of {len(drawn.values)} seeds")
-            crosses += len(steps)
+            crosses, left_out = crosses + len(steps), left_out or len(ends) < len(drawn.last_finite)
     if not said:
         return []
     what = "Cross: the last finite value before a blow-up" if crosses else "Not finite from the first row on"
+    what += f" (of at most {_CROSSES} seeds an arm)" if left_out else ""
     return [
         f"{what}, {', '.join(said)}.",
         "From there on the median counts such a seed as inf.",
@@ -108,10 +126,12 @@ def what_is_drawn(bundles: list[Bundle]) -> str:
     seeds = len(bundles[0].values)
     if seeds == 1:
         return "One seed."
-    thick = "thick: their median; band: from the least to the greatest."
+    thick, ends = "thick: their median", "from the least to the greatest."
     if seeds > MOST_LINES:
-        return f"Of {seeds} seeds, {thick}"
-    return f"Thin: each of {seeds} seeds; {thick}"
+        examples = ", ".join(map(str, bundles[0].seeds[:EXAMPLES]))
+        bands = f"dark band: from 5 % to 95 % of them; light band: {ends}"
+        return f"Of {seeds:,} seeds, {thick}; {bands} Thin, as examples: seeds {examples}."
+    return f"Thin: each of {seeds} seeds; {thick}; band: {ends}"
 
 
 def ends(bundles: list[Bundle]) -> list[str]:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from driftlab import environments
 from driftlab.records import SeedRecord, write_whole
 from driftlab.report import rendering, tables
+from driftlab.report.notable import notable
 from driftlab.report.sections import Answer
 from driftlab.report.series import MOST_LINES, all_arms
 from driftlab.report.templates import template
 from driftlab.verdict import Judgement
+
+# Of a longer table the rest stands in its file alone: a page that grows with the seeds does not open at last.
+MOST_TABLE_ROWS = 500
 
 
 def write_report(
@@ -36,6 +41,7 @@ def write_report(
 
 def _render(records: Sequence[SeedRecord], judgement: Judgement, meta: Mapping, answer: Answer | None) -> str:
     rows = tables.outcomes(records, judgement)
+    most = notable(rows)
     drawings, layers = _drawings(records)
     switches = [arm for d in drawings for arm in d.arms] + (layers.switches if layers else [])
     return template("page.html.j2").render(
@@ -50,7 +56,9 @@ def _render(records: Sequence[SeedRecord], judgement: Judgement, meta: Mapping, 
         switches=list(dict.fromkeys(switches)),
         most_lines=MOST_LINES,
         outcome_arms=tables.outcome_arms(records),
-        outcomes=rows,
+        outcomes=most.rows if most else rows,
+        notable=most,
+        notice=environments.notice({r.seed: r.run for r in records}),
         outcome_summary=tables.outcome_summary(rows) if len(rows) > 1 else [],
         paired_tests=tables.paired_tests(judgement),
         environment=tables.environment(records, meta.get("dataset") or {}),
@@ -62,7 +70,7 @@ def _answered(answer: Answer) -> dict:
         {"name": f.name, "title": f.title, "svg": rendering.in_page(f), "caption": f.caption}
         for f in answer.figures
     ]
-    tables = [rendering.shown(t) for t in answer.tables]
+    tables = [rendering.shown(t, most=MOST_TABLE_ROWS) for t in answer.tables]
     return {"sentence": answer.sentence, "figures": figures, "tables": tables}
 
 

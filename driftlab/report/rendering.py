@@ -26,13 +26,16 @@ class Shown:
     rows: list[list[str]]
     numeric: list[bool]
     conclusion: str
+    left_out: int = 0
 
 
-def shown(table: Table) -> Shown:
+def shown(table: Table, most: int | None = None) -> Shown:
+    """As text; of more than ``most`` rows the first, and how many are ``left_out``."""
     keys = list(table.columns)
     numeric = [all(_is_number(row.get(k)) for row in table.rows) for k in keys]
-    rows = [[cell(row.get(k)) for k in keys] for row in table.rows]
-    return Shown(table.name, table.title, list(table.columns.values()), rows, numeric, table.conclusion)
+    rows = [[cell(row.get(k)) for k in keys] for row in table.rows[:most]]
+    headings, left_out = list(table.columns.values()), len(table.rows) - len(rows)
+    return Shown(table.name, table.title, headings, rows, numeric, table.conclusion, left_out)
 
 
 def _is_number(value: object) -> bool:

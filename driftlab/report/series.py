@@ -68,6 +68,15 @@ class Bundle:
         finite = np.where(np.isfinite(self.values), self.values, np.nan)
         return _over_seeds(np.nanmin, finite), _over_seeds(np.nanmax, finite)
 
+    def quantiles(self, low: float, high: float) -> tuple[np.ndarray, np.ndarray]:
+        """Those of the seeds at each step: the value of one of them, inf where that one has blown up."""
+
+        def of(values: np.ndarray, axis: int) -> np.ndarray:
+            return np.nanquantile(values, (low, high), axis=axis, method="inverted_cdf").T
+
+        both = _over_seeds(of, self.values, parts=2)
+        return both[:, 0], both[:, 1]
+
     @property
     def last_finite(self) -> list[tuple[int, float]]:
         """The step and the value just before a seed's first inf, for each seed that has one."""
@@ -79,10 +88,10 @@ class Bundle:
         return points
 
 
-def _over_seeds(reduce, values: np.ndarray) -> np.ndarray:
-    """Reduce over seeds; NaN, and no warning, at steps where no seed has a value."""
+def _over_seeds(reduce, values: np.ndarray, parts: int = 0) -> np.ndarray:
+    """Reduce over seeds, to ``parts`` numbers a step; NaN, and no warning, where no seed has a value."""
     measured = ~np.isnan(values).all(axis=0)
-    result = np.full(values.shape[1], np.nan)
+    result = np.full((values.shape[1], parts) if parts else values.shape[1], np.nan)
     result[measured] = reduce(values[:, measured], axis=0)
     return result
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
+from driftlab import environments
 from driftlab.records import SeedRecord
 from driftlab.report.series import all_arms, blown_up_at, first_flips, judged_against
 from driftlab.verdict import Judgement
@@ -136,15 +137,15 @@ def _cell(value: object) -> str:
 
 
 def environment(records: Sequence[SeedRecord], dataset: Mapping) -> list[tuple[str, str]]:
-    """Where it was measured, as pairs of a name and a value; seeds that ran elsewhere are named."""
+    """Where it was measured, as pairs of a name and a value: the first seed, and what differs in others."""
     pairs = [(f"data set: {name.replace('_', ' ')}", _plain(value)) for name, value in dataset.items()]
     if not records:
         return pairs
     first = records[0].run.get("environment", {})
     pairs += [(name.replace("_", " "), _plain(value)) for name, value in first.items()]
-    others = [str(r.seed) for r in records if r.run.get("environment", {}) != first]
-    if others:
-        pairs.append(("another environment", f"seeds {', '.join(others)}"))
+    apart = environments.notice({r.seed: r.run for r in records})
+    if apart is not None:
+        pairs += [("not in all seeds", line) for line in (*apart.loud, *apart.quiet)]
     seconds = [s for r in records if (s := r.run.get("times", {}).get("seconds")) is not None]
     if seconds:
         pairs.append(("time", f"{sum(seconds):,.0f} s for {len(seconds)} seed{'s' * (len(seconds) > 1)}"))

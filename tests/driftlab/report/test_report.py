@@ -153,14 +153,6 @@ def test_a_hundred_long_seeds_take_little_more_room_than_ten(tmp_path, make_seed
     assert len(text) < 4_000_000
 
 
-def test_beyond_a_hundred_seeds_median_and_range_stand_for_all(tmp_path, make_seed):
-    text = page(tmp_path, [make_seed(tmp_path, s, steps=range(0, 121, 40)) for s in range(101)])
-    assert "Of 101 seeds, thick: their median" in text
-    assert 'data-part="range"' in text
-    assert 'data-part="seed=' not in text
-    assert '<select id="pick">' not in text
-
-
 def test_blow_ups_are_shown_and_counted(tmp_path, ten):
     text = page(tmp_path, ten)
     for part in ("blew up at step 57", "9 of 10 finished", "candidate.float32 in 1 of 10 seeds"):
