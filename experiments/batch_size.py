@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
+from experiments.outcome import Ran
 from experiments.questions.asking import ask
 from experiments.questions.batch.answer import answer
 from experiments.questions.batch.measure import about, measure
@@ -12,7 +13,7 @@ from experiments.questions.question import Question
 QUESTION = Question(measure=measure, answer=answer, about=about)
 
 
-def run(config: DictConfig) -> str:
+def run(config: DictConfig) -> Ran:
     """Measure a row's answer at every batch size and why it moves; returns the verdict on the two."""
     if config.batch_invariant:
         config.expected = "bit_identical"

@@ -31,9 +31,12 @@ settings, the most used
   logger=wandb            {logger}
   results=results/runs    where the files go
   rerun=true              do finished seeds again
+  workers=auto            seeds at a time: as many as the cores carry, or one a GPU
+  -m hydra/launcher=...   a job a seed: joblib on this machine, submitit_slurm on a cluster
   fail_on=[bug]           end with exit status 3 on these verdicts
 
-exit status: 0 finished, whatever the verdict; 2 bad configuration; 3 a verdict of fail_on
+exit status: 0 finished, whatever the verdict; 1 unfinished, the same command goes on; 2 bad configuration;
+             3 a verdict of fail_on
 all settings: python train.py +experiment=NAME --cfg job"""
 
 

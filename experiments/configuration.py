@@ -13,21 +13,24 @@ from omegaconf.errors import OmegaConfBaseException
 
 from driftlab.arm import DTYPES, ROLES
 from driftlab.verdict import Verdict
+from experiments.cores import seeds_at_once, threads_chosen
 from experiments.errors import ConfigurationError, one_line
+from experiments.outcome import in_sweep
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 
 # What does not change a seed's curves, and so is not part of the experiment's identity: seeds, paths,
 # loggers, and how a run is carried out.
 _NOT_IDENTITY = (
-    *("seed", "results", "logger", "rerun", "fail_on", "checkpoint_every", "threads"),
+    *("seed", "results", "logger", "rerun", "fail_on", "checkpoint_every"),
+    *("keep_checkpoint", "threads", "workers"),
     *("hypothesis", "expected"),
 )
 _WHOLE_NUMBERS = {
     **{"steps": 1, "float64_steps": 1, "batch_size": 1, "eval_every": 0, "checkpoint_every": 0},
-    **{"eval_images": 1, "threads": 1},
+    "eval_images": 1,
 }
-_MAY_BE_NULL = ("eval_images", "threads")
+_MAY_BE_NULL = ("eval_images",)
 
 
 def scale_of_this_machine(device: str) -> DictConfig:
@@ -51,6 +54,7 @@ def resolve(config: DictConfig) -> DictConfig:
         settings = OmegaConf.create(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"the configuration cannot be resolved: {one_line(error)}") from None
+    settle_threads(settings)
     _check_arms(settings)
     _check_numbers(settings)
     for key, least in (("dense", 1), ("per_decade", 0)):
@@ -78,6 +82,16 @@ def chosen_device(wanted: str) -> str:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError("device=cuda, but torch finds no CUDA device here: write device=cpu or auto")
     return "cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def settle_threads(settings: DictConfig) -> None:
+    """``threads`` and ``workers`` as numbers, for this machine. Raises ConfigurationError."""
+    settings.threads = threads_chosen(settings.threads)
+    if settings.threads is not None:
+        check_whole("threads", settings.threads, 1)
+    if settings.workers == "auto":
+        settings.workers = 1 if in_sweep() else seeds_at_once(settings.threads, settings.device)
+    check_whole("workers", settings.workers, 1)
 
 
 def _check_arms(settings: DictConfig) -> None:

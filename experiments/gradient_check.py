@@ -17,6 +17,7 @@ from driftlab.pair import DiagnoseError
 from driftlab.records import SeedRecord
 from driftlab.verdict import Evidence, Finding, Verdict
 from experiments.errors import ConfigurationError, one_line
+from experiments.outcome import Ran
 from experiments.questions.asking import ask
 from experiments.questions.check.answer import answer, judged
 from experiments.questions.check.case import Case, build_case
@@ -25,7 +26,7 @@ from experiments.questions.check.measures import Elements, curve, drawn_indices,
 from experiments.questions.question import Measured, Question
 
 
-def run(config: DictConfig) -> str:
+def run(config: DictConfig) -> Ran:
     """Differences of the literal case in both dtypes, the laws that they follow, and a check that works."""
     return ask(config, QUESTION)
 

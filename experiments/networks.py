@@ -82,6 +82,8 @@ def apply_rewrite(rewrite: Rewrite, target: str, reference: nn.Module) -> nn.Mod
     """The candidate, from a deep copy of the reference. Raises ConfigurationError where there is none."""
     try:
         candidate = rewrite(copy.deepcopy(reference))
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # not the rewrite's fault: fewer seeds at a time may fit
     except Exception as error:
         raise ConfigurationError(f"rewrite.target={target} failed: {one_line(error)}") from None
     if not isinstance(candidate, nn.Module):
@@ -97,6 +99,8 @@ def check_same_shapes(reference: nn.Module, candidate: nn.Module, inputs: torch.
     try:
         with evaluation_mode(candidate):
             got = pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), candidate(inputs))
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception as error:
         raise ConfigurationError(
             f"rewrite.target={target}: its network fails on a batch: {one_line(error)}"

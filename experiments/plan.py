@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
 
 from omegaconf import DictConfig
@@ -26,16 +27,24 @@ def plan_lines(
     lines = {
         "asks": settings.hypothesis or f"is the {settings.subject} the same function as its reference?",
         "arms": ", ".join(arm.name for arm in lockstep.arms),
-        "seeds": f"{format_seeds(seeds)}{done}",
+        "seeds": f"{format_seeds(seeds)}{done}{at_a_time(settings, todo)}",
         "steps": _steps(lockstep) + f" of batch {settings.batch_size}",
         "network": f"{_network(settings)}, {_parameters(lockstep.arms[0]):,} parameters, {settings.device}",
         "data": f"{images.name} ({images.source})",
         "scale": f"{settings.scale.name} ({settings.scale.get('why', 'as asked')})",
-        "takes": _time(duration * len(todo)),
+        "takes": _time(duration * math.ceil(len(todo) / settings.workers)),
     }
     if images.stand_in:
         lines["data"] = f"STAND-IN {lines['data']}: drawn shapes, not photographs"
     return lines
+
+
+def at_a_time(settings: DictConfig, todo: list[int]) -> str:
+    """How many seeds run side by side and with how many threads, where that is worth a word."""
+    together, threads = min(settings.workers, len(todo)), settings.threads
+    if together < 2:
+        return ""
+    return f", {together} at a time" + (f", {threads} thread{'s' * (threads > 1)} each" if threads else "")
 
 
 def seconds_per_seed(lockstep: Lockstep, inputs: object, targets: object, eval_images: int) -> float:

@@ -55,16 +55,21 @@ def format_seeds(seeds: list[int]) -> str:
 
 
 def fan_out(arguments: list[str]) -> list[str]:
-    """The command line with ``seed=0..9`` as Hydra's own sweep over single seeds, for ``--multirun``.
+    """The command line with ``seed=0..9`` as Hydra's own sweep, for ``--multirun``: a job a seed.
 
-    Hydra reads ``0..9`` as the string "0..9" and would start one job.
+    Hydra reads ``0..9`` as the string "0..9" and would start one job. With ``workers=4`` a job holds four
+    seeds, side by side.
     """
-    if not {"-m", "--multirun"} & set(arguments):
+    flags = [a for a in arguments if a in ("-m", "--multirun")]
+    if not flags:
         return arguments
-    return [_swept(a) if a.startswith("seed=") else a for a in arguments]
+    arguments = flags + [a for a in arguments if a not in flags]  # behind settings Hydra does not know it
+    workers = [a.removeprefix("workers=") for a in arguments if a.startswith("workers=")]
+    together = int(workers[-1]) if workers and workers[-1].isdigit() else 1
+    return [_swept(a, max(1, together)) if a.startswith("seed=") else a for a in arguments]
 
 
-def _swept(argument: str) -> str:
+def _swept(argument: str, together: int) -> str:
     text = argument.removeprefix("seed=").strip("'\"")
     if text.startswith("["):
         items: list[object] = [item.strip() for item in text.strip("[]").split(",")]
@@ -72,4 +77,8 @@ def _swept(argument: str) -> str:
         items = [item.strip() for item in text.split(",")]
     else:
         items = [text]
-    return "seed=" + ",".join(str(seed) for seed in parse_seeds(items))
+    seeds = parse_seeds(items)
+    jobs = [seeds[i : i + together] for i in range(0, len(seeds), together)]
+    return "seed=" + ",".join(
+        str(job[0]) if len(job) == 1 else f"[{','.join(map(str, job))}]" for job in jobs
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
+from experiments.outcome import Ran
 from experiments.questions.asking import ask
 from experiments.questions.question import Question
 from experiments.questions.split.answer import answer
@@ -12,6 +13,6 @@ from experiments.questions.split.measure import about, measure
 QUESTION = Question(measure=measure, answer=answer, about=about)
 
 
-def run(config: DictConfig) -> str:
-    """Measure the split that was asked about and a sweep around it; returns the verdict about the former."""
+def run(config: DictConfig) -> Ran:
+    """Measure the split that was asked about and a sweep around it; the verdict is about the former."""
     return ask(config, QUESTION)

@@ -43,16 +43,23 @@ COLOURS = {
 class Terminal:
     """Rich where there is a terminal; in a log file plain lines, one a seed instead of a bar."""
 
-    def __init__(self, console: Console | None = None):
+    def __init__(self, console: Console | None = None, job: str = ""):
         self.console = console or Console(soft_wrap=False, highlight=False)
+        self._job = f"{job}: " if job else ""  # before its lines, where there are several jobs
         self._progress: Progress | None = None
-        self._task, self._done_steps, self._steps = None, 0, 0
+        self._task, self._steps = None, 0
+        self._came: dict[int, int] = {}  # seed -> the step that it has come to
         self._last_drawn = 0.0
 
     def say(self, text: str) -> None:
-        self.console.print(escape(text))
+        self.console.print(escape(f"{self._job}{text}"))
 
-    def plan(self, title: str, lines: Mapping[str, str]) -> None:
+    def plan(self, title: str, lines: Mapping[str, str], *, in_full: bool = True) -> None:
+        """A panel; one line for a job of a sweep, which is one of many."""
+        if not in_full:
+            takes = f", {lines['takes']}" if "takes" in lines else ""
+            self.console.print(escape(f"{title}: seed {lines['seeds']}{takes}"), soft_wrap=True)
+            return
         table = Table.grid(padding=(0, 2))
         for name, text in lines.items():
             table.add_row(f"[bold]{name}[/bold]", escape(text))
@@ -61,7 +68,7 @@ class Terminal:
     @contextmanager
     def progress(self, seeds: Sequence[int], steps: int):
         """A bar over all steps of all seeds, on a terminal only."""
-        self._steps, self._done_steps = steps, 0
+        self._steps, self._came = steps, {}
         if not self.console.is_terminal or not seeds:
             yield
             return
@@ -81,6 +88,7 @@ class Terminal:
 
     def step(self, seed: int, step: int, row: Mapping[str, float]) -> None:
         """Show the newest row, at most ten times a second: the bar must not cost what it shows."""
+        self._came[seed] = step
         if self._progress is None or (time.monotonic() - self._last_drawn < 0.1 and step < self._steps):
             return
         self._last_drawn = time.monotonic()
@@ -89,10 +97,10 @@ class Terminal:
         drift = {k.split("/")[1].split(".")[0]: v for k, v in row.items() if k.startswith("weight_distance/")}
         parts += [f"loss {loss:.3f}"] if loss is not None else []
         parts += [f"drift {drift[r]:.0e}" for r in ("candidate", "control", "reference") if r in drift][:1]
-        self._progress.update(self._task, completed=self._done_steps + step, description="  ".join(parts))
+        self._progress.update(self._task, completed=sum(self._came.values()), description="  ".join(parts))
 
     def seed_done(self, seed: int, record: Mapping) -> None:
-        self._done_steps += self._steps
+        self._came[seed] = self._steps
         blown = [
             f"{n} blew up at step {a['blown_up_at']}"
             for n, a in record["arms"].items()
@@ -149,7 +157,10 @@ class Terminal:
             )
         )
         for name, path in files.items():
-            self.console.print(f"[dim]{name:<9}[/dim] {escape(path)}", soft_wrap=True)
+            self.file(name, path)
+
+    def file(self, name: str, path: object) -> None:
+        self.console.print(f"[dim]{name:<9}[/dim] {escape(str(path))}", soft_wrap=True)
 
 
 def print_whole(console: Console, drawn: Table, narrow: Table | None = None) -> None:

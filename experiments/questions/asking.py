@@ -7,7 +7,6 @@ The folder is that of every experiment (``experiment.yaml``, ``seed=<n>/``, ``ve
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -20,45 +19,51 @@ from driftlab.records import (
     CURVES,
     EVALUATIONS,
     SCHEMA,
-    RecordError,
     columns,
-    read_json,
-    seed_folder,
     write_json,
+    write_sealed,
     write_table,
     write_whole,
 )
 from driftlab.report.rendering import as_csv, as_files, shown
 from driftlab.report.sections import Answer
-from experiments.experiment_folder import Experiment, is_done, open_experiment, owned, set_aside
+from experiments.errors import ConfigurationError
+from experiments.experiment_folder import Experiment, alone, is_done, open_experiment, take_up
 from experiments.judging import readable, write_verdict
 from experiments.loggers import MetricsLogger, log_verdict
+from experiments.outcome import Ran, in_sweep
+from experiments.plan import at_a_time
 from experiments.questions.question import Measured, Question
 from experiments.questions.settings import resolve_question
-from experiments.run_record import seed_record
+from experiments.run_record import Began, seed_record
 from experiments.seeds import format_seeds, parse_seeds
+from experiments.storage import storage
 from experiments.stored_run import MEASUREMENTS, measurements
 from experiments.terminal import Terminal
+from experiments.workers import carry_out
 
 
-def ask(config: DictConfig, question: Question) -> str:
-    """Measure what is not finished yet, answer from all finished seeds, and return the verdict.
+def ask(config: DictConfig, question: Question) -> Ran:
+    """Measure what is not finished yet, then answer from all finished seeds; a sweep does so at its end.
 
     Raises:
-        ConfigurationError: with one line for the user.
+        ConfigurationError, Unfinished: with one line for the user.
     """
-    terminal = Terminal()
+    terminal = Terminal(job=config.name if in_sweep() else "")
     seeds = parse_seeds(OmegaConf.to_container(config, resolve=False)["seed"])
     settings = resolve_question(config, terminal.say)
     make_deterministic(torch.device(settings.device), tf32=settings.tf32, threads=settings.threads)
     settings.measurement = question.version
     about = question.about(settings)  # refuses what cannot be measured, before there is a folder
     experiment = open_experiment(settings, None, terminal)
-    todo = [seed for seed in seeds if not _is_done(experiment, seed)]
-    terminal.plan(f"{settings.name} {experiment.digest}", _plan(settings, about, seeds, todo))
-    for seed in todo:
-        owned(experiment, seed, partial(_measure, question))
-    return _answered(experiment, question)
+    todo = [seed for seed in seeds if not is_done(experiment, seed)]
+    plan = _plan(settings, about, seeds, todo)
+    terminal.plan(f"{settings.name} {experiment.digest}", plan, in_full=not in_sweep())
+    carry_out(experiment, todo, partial(_measure, question))
+    if in_sweep():
+        return Ran(str(experiment.folder), seeds, None)
+    with alone(experiment.settings, experiment.folder):
+        return Ran(str(experiment.folder), seeds, _answered(experiment, question))
 
 
 def _plan(settings: DictConfig, about: str, seeds: list[int], todo: list[int]) -> dict[str, str]:
@@ -66,36 +71,36 @@ def _plan(settings: DictConfig, about: str, seeds: list[int], todo: list[int]) -
     return {
         "asks": settings.hypothesis,
         "measures": about,
-        "seeds": f"{format_seeds(seeds)}{done}",
+        "seeds": f"{format_seeds(seeds)}{done}{at_a_time(settings, todo)}",
         "device": settings.device,
         "scale": f"{settings.scale.name} ({settings.scale.get('why', 'as asked')})",
     }
 
 
-def _is_done(experiment: Experiment, seed: int) -> bool:
-    if not is_done(experiment, seed):
-        return False
-    home = seed_folder(experiment.folder, seed)
-    try:
-        read_json(home / MEASUREMENTS)
-    except RecordError as error:
-        set_aside(experiment, home, error)
-        return False
-    return True
-
-
 def _measure(question: Question, experiment: Experiment, seed: int, home: Path) -> None:
-    began = time.time()
-    measured = question.measure(experiment.settings, seed)
-    record = seed_record(experiment, seed, began) | _arms_and_probes(measured)
-    rows = [{"epoch": 0, **row} for row in measured.record.curves]
-    write_table(home / "curves.csv", columns(CURVES, measured.record.arms), rows)
-    evaluations = [{"epoch": 0, **row} for row in measured.record.evaluations]
-    write_table(home / "evaluations.csv", columns(EVALUATIONS, measured.record.arms), evaluations)
-    write_json(home / MEASUREMENTS, measured.values)
-    _log(experiment, seed, home, rows, record)
-    write_json(home / "run.json", record)
+    """Raises RecordError where it had finished and is damaged, Unfinished where the disk refuses a file."""
+    began = Began.now()
+    with storage(experiment.settings.results, lambda: f"seed {seed} is measured again"):
+        take_up(experiment, seed, home)
+        measured = question.measure(experiment.settings, seed)
+        record = seed_record(experiment, seed, began) | _arms_and_probes(measured)
+        rows = [{"epoch": 0, **row} for row in measured.record.curves]
+        experiment.still_owner()
+        record["files"] = _write_measured(home, measured, rows)
+        _log(experiment, seed, home, rows, record)
+        write_sealed(home / "run.json", record)
     experiment.terminal.say(f"seed {seed}: measured ({record['times']['seconds']:.0f} s)")
+
+
+def _write_measured(home: Path, measured: Measured, rows: list[dict]) -> dict[str, str]:
+    """Name -> SHA-256 of the files that ``run.json`` rests on."""
+    arms = measured.record.arms
+    evaluations = [{"epoch": 0, **row} for row in measured.record.evaluations]
+    return {
+        "curves.csv": write_table(home / "curves.csv", columns(CURVES, arms), rows),
+        "evaluations.csv": write_table(home / "evaluations.csv", columns(EVALUATIONS, arms), evaluations),
+        MEASUREMENTS: write_sealed(home / MEASUREMENTS, measured.values),
+    }
 
 
 def _arms_and_probes(measured: Measured) -> dict:
@@ -131,7 +136,10 @@ def _answered(experiment: Experiment, question: Question) -> str:
 
 
 def write_answer(folder: Path, answer: Answer) -> dict[str, str]:
-    """Tables, figures and ``answer.json``; where they lie, by name."""
+    """Tables, figures and ``answer.json``; where they lie, by name. Raises ConfigurationError for a link."""
+    for name in ("tables", "figures"):
+        if (folder / name).is_symlink():  # a stranger's may lead anywhere
+            raise ConfigurationError(f"{folder / name} is a link: delete it, or put a folder in its place")
     for table in answer.tables:
         write_whole(folder / "tables" / f"{table.name}.csv", as_csv(table))
     for figure in answer.figures:

@@ -10,16 +10,17 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.configuration import (
     CONF,
     check_choices,
-    check_whole,
     chosen_device,
     register_resolvers,
+    settle_threads,
 )
 from experiments.errors import ConfigurationError, one_line
 from experiments.experiment_folder import overrides
 
 # Settings of conf/config.yaml that mean something to every kind.
 SHARED = (
-    *("name", "kind", "hypothesis", "expected", "seed", "scale", "device", "threads", "tf32"),
+    *("name", "kind", "hypothesis", "expected", "seed", "scale", "device", "threads", "workers"),
+    "tf32",
     *("logger", "results", "rerun", "fail_on"),
 )
 
@@ -45,6 +46,5 @@ def resolve_question(config: DictConfig, say: Callable[[str], None]) -> DictConf
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"the configuration cannot be resolved: {one_line(error)}") from None
     check_choices({"fail_on": settings.fail_on})
-    if settings.threads is not None:
-        check_whole("threads", settings.threads, 1)
+    settle_threads(settings)
     return settings

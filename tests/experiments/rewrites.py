@@ -1,5 +1,9 @@
 """Somebody's own rewrites, right and wrong, for ``rewrite.target``."""
 
+import multiprocessing
+import os
+from pathlib import Path
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -149,3 +153,25 @@ def without_float64(model):
 def noisy(model):
     generator = np.random.default_rng()
     return _changed(model, lambda x: x * (1 + 1e-7 * generator.standard_normal()))
+
+
+def memory_for_one(model):
+    """As where memory holds one seed but not the several of workers."""
+    if multiprocessing.parent_process() is not None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    return model
+
+
+def crashing_once(model):
+    """A fault of the program that hits the first job alone, in training."""
+
+    def crash(x):
+        try:
+            if torch.is_grad_enabled():
+                Path(os.environ["DRIFTLAB_TEST_CRASHED"]).touch(exist_ok=False)
+                raise AttributeError("a fault of the program")
+        except FileExistsError:
+            pass
+        return x
+
+    return _changed(model, crash)

@@ -23,7 +23,7 @@ def ask(tmp_path):
     def run(kind, *overrides: str):
         register_resolvers()
         name = kind.__name__.rpartition(".")[2]
-        shared = [f"+experiment={name}", "scale=smoke", "logger=none", f"results={tmp_path}"]
+        shared = [f"+experiment={name}", "scale=smoke", "logger=none", "workers=1", f"results={tmp_path}"]
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             kind.run(compose("config", [*shared, *overrides]))
         folders = sorted((tmp_path / name).iterdir(), key=lambda p: p.stat().st_mtime)

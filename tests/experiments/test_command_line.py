@@ -158,6 +158,27 @@ def test_multirun_gives_every_seed_a_job_and_judges_them_together(train, tmp_pat
     assert {name: v["seeds"] for name, v in verdicts.items()} == {"control": [0, 1], "precision": [0, 1]}
 
 
+def test_a_sweep_judges_what_is_done_where_one_job_crashed(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("DRIFTLAB_TEST_CRASHED", str(tmp_path / "crashed"))
+    target = "rewrite.target=tests.experiments.rewrites.crashing_once"
+    sweep = ("-m", "+experiment=split_conv", target, "seed=0..2", "fail_on=[bit_identical]")
+    done = train(*sweep)
+    assert done.status == 1
+    assert "AttributeError: a fault of the program" in done.err
+    (verdict,) = tmp_path.rglob("verdict.json")
+    assert json.loads(verdict.read_text())["seeds"] == [1, 2]
+    again = train(*sweep)
+    assert again.status == 3, again.err  # no job of a sweep loses what fail_on asks
+    assert json.loads(verdict.read_text())["seeds"] == [0, 1, 2]
+
+
+def test_a_sweep_over_a_setting_that_one_job_cannot_have_names_it(train, tmp_path):
+    done = train("-m", "+experiment=control", "seed=0", "batch_size=16,0")
+    assert done.status == 2
+    assert done.errors == ["error: batch_size=0 must be a whole number of at least 1"]
+    assert len(list(tmp_path.rglob("verdict.json"))) == 1
+
+
 @pytest.mark.parametrize("name", ["run.json", "curves.csv", "checkpoint/state.safetensors"])
 def test_a_half_written_file_is_named_kept_and_the_seed_redone(train, tmp_path, name):
     train("+experiment=control")

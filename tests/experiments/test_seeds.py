@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,6 +49,25 @@ def test_multirun_sweeps_over_single_seeds(flag):
     assert fan_out([flag, "+experiment=a,b", "seed=0..3"]) == [flag, "+experiment=a,b", "seed=0,1,2,3"]
     assert fan_out([flag, "seed=[0,2,5]"]) == [flag, "seed=0,2,5"]
     assert fan_out([flag, "seed=1,4..5"]) == [flag, "seed=1,4,5"]
+
+
+def test_multirun_may_be_asked_for_anywhere():
+    assert fan_out(["+experiment=a", "-m", "seed=1"]) == ["-m", "+experiment=a", "seed=1"]
+
+
+def test_multirun_with_workers_gives_a_job_as_many_seeds():
+    fanned = fan_out(["-m", "seed=0..4", "workers=2"])
+    assert fanned == ["-m", "seed=[0,1],[2,3],4", "workers=2"]
+    assert fan_out(["-m", "seed=0..1", "workers=auto"])[1] == "seed=0,1"
+
+
+@given(st.integers(0, 30), st.integers(1, 9))
+def test_multirun_with_workers_loses_no_seed(last, workers):
+    (swept,) = [a for a in fan_out(["-m", f"seed=0..{last}", f"workers={workers}"]) if a.startswith("seed=")]
+    jobs = re.findall(r"\[[^]]*\]|\d+", swept.removeprefix("seed="))
+    seeds = [parse_seeds([int(n) for n in re.findall(r"\d+", job)]) for job in jobs]
+    assert [seed for job in seeds for seed in job] == list(range(last + 1))
+    assert all(len(job) <= workers for job in seeds)
 
 
 def test_one_process_keeps_its_seeds_together():

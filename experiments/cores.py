@@ -1,0 +1,37 @@
+"""How many seeds this machine carries out at a time, and with how many threads each."""
+
+from __future__ import annotations
+
+from omegaconf import OmegaConf
+
+# One thread a seed: sums then do not depend on how many cores a machine has, nor on how many seeds were
+# asked for, and ten seeds take less time side by side than one after the other with all cores each
+# (docs/cluster.md has the measurement).
+THREADS = 1
+
+
+def threads_chosen(threads: int | str | None) -> int | None:
+    return THREADS if threads == "auto" else threads
+
+
+def seeds_at_once(threads: int | str | None, device: str = "cpu") -> int:
+    """As many as the cores that this process may use carry without sharing; on GPUs one each."""
+    if device == "cuda":
+        import torch
+
+        return max(1, torch.cuda.device_count())
+    from joblib import cpu_count  # knows affinity and the quotas of containers
+
+    return max(1, cpu_count() // (threads_chosen(threads) or cpu_count()))
+
+
+def jobs_at_once(threads: int | str | None, workers: int | str) -> int:
+    """Of a sweep on one machine (``hydra/launcher=joblib``), whose jobs hold ``workers`` seeds each."""
+    import torch
+
+    seeds = seeds_at_once(threads, "cuda" if torch.cuda.is_available() else "cpu")
+    return max(1, seeds // (1 if workers == "auto" else int(workers)))
+
+
+def register_resolver() -> None:
+    OmegaConf.register_new_resolver("jobs_at_once", jobs_at_once, replace=True)
