@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import lightning
 import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 
 from driftlab.lockstep import Lockstep
@@ -49,6 +52,21 @@ class Between(lightning.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
         self.watcher.after_step(batch[0])
+
+
+class KeepSigterm(lightning.Callback):
+    """Whoever handled SIGTERM before the Trainer goes on to do so; where nobody did, Lightning does.
+
+    Lightning ends the training at SIGTERM even if the job has a handler that goes on. Slurm sends it at the
+    start of a preemption, and starts a job again only if that is still there when the time of grace is over.
+    """
+
+    def __init__(self):
+        self.before = signal.getsignal(signal.SIGTERM)
+
+    def on_train_start(self, trainer, pl_module) -> None:
+        if callable(self.before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self.before)
 
 
 class StepBatches:
@@ -98,12 +116,17 @@ class LockstepModule(lightning.LightningModule):
         self.lockstep.flush()
 
 
-def trainer(steps: int, device: torch.device, **options) -> lightning.Trainer:
+def trainer(
+    steps: int, device: torch.device, callbacks: Sequence[lightning.Callback] = (), **options
+) -> lightning.Trainer:
     """A Trainer that adds nothing of its own: no checkpoint, bar, summary or validation.
+
+    Under Slurm it stays one process like anywhere else: Lightning's own Slurm environment would requeue the
+    job at SIGUSR1, and refuse an allocation of several tasks.
 
     Args:
         steps: batches still to train.
-        options: anything else ``lightning.Trainer`` takes (logger, callbacks).
+        options: anything else ``lightning.Trainer`` takes (logger).
     """
     return lightning.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
@@ -112,5 +135,7 @@ def trainer(steps: int, device: torch.device, **options) -> lightning.Trainer:
         max_epochs=-1,
         barebones=True,
         use_distributed_sampler=False,
+        plugins=[LightningEnvironment()],
+        callbacks=[KeepSigterm(), *callbacks],
         **options,
     )

@@ -1,0 +1,56 @@
+"""One Slurm and one undisturbed run for the tests of a module; each process of pytest-xdist has its own."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.loopback import Cluster
+from tests.experiments.conftest import ROOT
+
+SETTINGS = [
+    "scale=smoke",
+    "data=shapes",
+    "logger=none",
+    "steps=25",
+    "float64_steps=5",
+    "eval_every=7",
+    "checkpoint_every=0",
+    "log_schedule.dense=10",
+    "threads=1",
+]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    missing = [name for name in ("slurmctld", "munged") if not shutil.which(name, path="/usr/sbin:/usr/bin")]
+    if missing and os.environ.get("CI") != "true":
+        pytest.skip("apt-get install slurm-wlm munge")
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # the names of sockets are short
+    folder.chmod(0o755)
+    slurm = Cluster(folder)
+    slurm.start()
+    yield slurm
+    stopped = slurm.tool("stop")
+    assert stopped.returncode == 0, stopped.stderr
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    """The results of seeds 0 and 1, one after the other in a process, without a cluster."""
+    results = tmp_path_factory.mktemp("undisturbed")
+    command = [sys.executable, str(ROOT / "train.py"), "+experiment=split_conv", "seed=0..1", "workers=1"]
+    done = subprocess.run(
+        [*command, *SETTINGS, f"results={results}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    return results
