@@ -74,7 +74,8 @@ def check(arguments: list[str]) -> None:
         raise ConfigurationError(f"no experiment: write +experiment=NAME, one of {', '.join(experiments())}")
     for argument in overrides:
         group, _, value = argument.partition("=")
-        for name in value.split(",") if (CONF / group).is_dir() else []:
+        # of Hydra's own groups it knows more choices than ours
+        for name in value.split(",") if (CONF / group).is_dir() and not group.startswith("hydra/") else []:
             if name not in choices(group):
                 raise ConfigurationError(f"{argument} is unknown: {_instead(name, choices(group))}")
 
@@ -88,9 +89,12 @@ def check_kind(kind: str) -> None:
 def explain(error: Exception) -> str | None:
     """One line for an error that the user can mend; None for any other, which deserves its traceback."""
     from experiments.data.images import DataError
+    from experiments.storage import refused_by_disk
 
     if isinstance(error, ConfigurationError | DataError):
         return str(error)
+    if isinstance(error, OSError) and refused_by_disk(error):
+        return f"{error.filename} cannot be written ({str(error.strerror).lower()}): write results=FOLDER"
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
@@ -105,8 +109,10 @@ def explain(error: Exception) -> str | None:
 def settings() -> list[str]:
     """The names of all settings, for the one that a misspelt name may have meant."""
     files = [(CONF / "config.yaml", "")] + [(p, f"{p.parent.name}.") for p in CONF.glob("[!e]*/*.yaml")]
+    launchers = CONF.glob("hydra/launcher/*.yaml")
     found = {prefix + name for path, prefix in files for name in _names(OmegaConf.load(path))}
-    return sorted(n for n in found if not n.startswith(("hydra", "defaults", "scale.scale")))
+    found = {n for n in found if not n.startswith(("hydra", "defaults", "scale.scale"))}
+    return sorted(found | {f"hydra.launcher.{n}" for p in launchers for n in _names(OmegaConf.load(p))})
 
 
 def _names(node: object) -> list[str]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import suppress
+
 from omegaconf import OmegaConf
 
 # One thread a seed: sums then do not depend on how many cores a machine has, nor on how many seeds were
@@ -31,6 +34,22 @@ def jobs_at_once(threads: int | str | None, workers: int | str) -> int:
 
     seeds = seeds_at_once(threads, "cuda" if torch.cuda.is_available() else "cpu")
     return max(1, seeds // (1 if workers == "auto" else int(workers)))
+
+
+# <malloc.h>: which of its settings mallopt sets
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+
+
+def keep_memory() -> None:
+    """Let this process keep the memory that it gives back, for its next tensor; where this is glibc.
+
+    Else each large tensor is fresh pages that the kernel fills with zeros first, and on a CPU that takes a
+    third of a float64 step (docs/cluster.md). What is computed does not depend on it.
+    """
+    with suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def register_resolver() -> None:

@@ -53,7 +53,7 @@ class Recorder:
         eval_images: int | None,
         checkpoint_every: float,
         progress: Callable[[int, Row], None],
-        still_owner: Callable[[], None],
+        still_owner: Callable[[], None] = lambda: None,
     ):
         self.lockstep, self.batches, self.logger, self.home = lockstep, batches, logger, home
         self.eval_every, self.eval_images = eval_every, eval_images

@@ -8,6 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 from driftlab.environment import make_deterministic
 from experiments import data
 from experiments.configuration import resolve
+from experiments.cores import keep_memory
 from experiments.data.images import Images
 from experiments.experiment_folder import Experiment, alone, is_done, open_experiment, overrides
 from experiments.judging import judge
@@ -48,6 +49,7 @@ def prepare(config: DictConfig, terminal: Terminal) -> Experiment:
     """Check the settings, fetch the images, open the experiment's folder."""
     settings = resolve(config)
     device = torch.device(settings.device)
+    keep_memory()
     make_deterministic(device, tf32=settings.tf32, threads=settings.threads)
     if settings.rewrite.target and "candidate" in settings.roles:
         settings.rewrite.source = source_digest(settings.rewrite.target)

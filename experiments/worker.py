@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from driftlab.environment import make_deterministic
 from experiments import data
+from experiments.cores import keep_memory
 from experiments.data.images import DataError, Images
 from experiments.errors import ConfigurationError, Unfinished
 from experiments.experiment_folder import Experiment, owned
@@ -57,6 +58,7 @@ def carried_out(
     """
     settings = experiment.settings
     try:
+        keep_memory()
         make_deterministic(torch.device(settings.device), tf32=settings.tf32, threads=settings.threads)
         if source is not None:
             images = replace(_images(OmegaConf.to_yaml(settings.data)), source=source)

@@ -27,6 +27,7 @@ from driftlab.records import (
 )
 from driftlab.report.rendering import as_csv, as_files, shown
 from driftlab.report.sections import Answer
+from experiments.cores import keep_memory
 from experiments.errors import ConfigurationError
 from experiments.experiment_folder import Experiment, alone, is_done, open_experiment, take_up
 from experiments.judging import readable, write_verdict
@@ -52,6 +53,7 @@ def ask(config: DictConfig, question: Question) -> Ran:
     terminal = Terminal(job=config.name if in_sweep() else "")
     seeds = parse_seeds(OmegaConf.to_container(config, resolve=False)["seed"])
     settings = resolve_question(config, terminal.say)
+    keep_memory()
     make_deterministic(torch.device(settings.device), tf32=settings.tf32, threads=settings.threads)
     settings.measurement = question.version
     about = question.about(settings)  # refuses what cannot be measured, before there is a folder
