@@ -12,6 +12,11 @@ class Unfinished(Exception):  # noqa: N818 (nothing was wrong)
     """
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """By name, since who asks may not want to wait for torch, whose error it mostly is."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+
+
 def one_line(error: BaseException) -> str:
     """The first line that says something, of an error raised by somebody else's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -10,7 +10,7 @@ from traceback import format_exc
 from omegaconf import DictConfig
 
 from experiments import command_line
-from experiments.errors import Unfinished, one_line
+from experiments.errors import Unfinished, is_out_of_memory, one_line
 from experiments.outcome import Ended, in_sweep
 
 # How the jobs of this process ended, and with --multirun those of the processes that it started.
@@ -33,7 +33,7 @@ def carry_out(config: DictConfig) -> Ended:
     except Exception as error:
         if line := command_line.explain(error):
             ended["refused"] = line
-        elif isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        elif is_out_of_memory(error):
             ended["unfinished"] = f"memory does not hold a seed: {one_line(error)}"
         elif in_sweep():
             ended["crashed"] = format_exc()

@@ -15,7 +15,7 @@ from driftlab.environment import make_deterministic
 from experiments import data
 from experiments.cores import keep_memory
 from experiments.data.images import DataError, Images
-from experiments.errors import ConfigurationError, Unfinished
+from experiments.errors import ConfigurationError, Unfinished, is_out_of_memory
 from experiments.experiment_folder import Experiment, owned
 
 
@@ -36,8 +36,9 @@ class How:
         kinds = {
             "refused": (ConfigurationError, DataError),
             "unfinished": (Unfinished,),
-            "memory": (MemoryError, torch.OutOfMemoryError),
         }
+        if is_out_of_memory(error):
+            return cls("memory", str(error))
         for kind, types in kinds.items():
             if isinstance(error, types):
                 return cls(kind, str(error))

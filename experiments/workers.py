@@ -42,14 +42,13 @@ def _side_by_side(
     experiment: Experiment, todo: list[int], work: Work, workers: int
 ) -> tuple[dict[int, How], str]:
     """How each seed ended; and, where fewer at a time may do better, why."""
-    ended: dict[int, How] = {}
     images = experiment.images
     sent = replace(experiment, images=None, terminal=Relay())
     source = images.source if images else None
     jobs = {seed: partial(carried_out, sent, seed, work, source) for seed in todo}
     gpus = visible_gpus() if experiment.settings.device == "cuda" else []
     try:
-        ended |= dict(side_by_side(jobs, workers, relayed_to(experiment.terminal), gpus))
+        ended = dict(side_by_side(jobs, workers, relayed_to(experiment.terminal), gpus))
     except WorkerKilled:
         return {}, "a worker was killed, perhaps because memory ran out"
     if any(how.kind == "memory" for how in ended.values()):
