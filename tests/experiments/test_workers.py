@@ -29,7 +29,14 @@ def tables(results: Path) -> dict[str, bytes]:
 def workers_of(parent: int) -> list[int]:
     """The processes that train, by what they were started with."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    return [int(c) for c in children if b"spawn_main" in Path(f"/proc/{c}/cmdline").read_bytes()]
+    return [int(child) for child in children if b"spawn_main" in command_line(child)]
+
+
+def command_line(process: str) -> bytes:
+    try:
+        return Path(f"/proc/{process}/cmdline").read_bytes()
+    except OSError:  # one that the run started for a moment, and that has ended
+        return b""
 
 
 def trained(results: Path) -> bool:
