@@ -24,7 +24,7 @@ CONF = Path(__file__).resolve().parent.parent / "conf"
 _NOT_IDENTITY = (
     *("seed", "results", "logger", "rerun", "fail_on", "checkpoint_every"),
     *("keep_checkpoint", "threads", "workers"),
-    *("hypothesis", "expected"),
+    *("hypothesis", "question", "expected"),
 )
 _WHOLE_NUMBERS = {
     **{"steps": 1, "float64_steps": 1, "batch_size": 1, "eval_every": 0, "checkpoint_every": 0},
@@ -51,6 +51,7 @@ def resolve(config: DictConfig) -> DictConfig:
     config = config.copy()
     config.device = chosen_device(config.device)
     try:
+        _take_own_sizes(config)
         settings = OmegaConf.create(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"the configuration cannot be resolved: {one_line(error)}") from None
@@ -61,6 +62,18 @@ def resolve(config: DictConfig) -> DictConfig:
         check_whole(f"log_schedule.{key}", settings.log_schedule[key], least)
     settings.float64_steps = min(settings.float64_steps, settings.steps)
     return settings
+
+
+def _take_own_sizes(config: DictConfig) -> None:
+    """What an experiment means by each scale (``sizes``), where it has sizes of its own."""
+    OmegaConf.set_struct(config, False)
+    own = config.pop("sizes", None)
+    if own is None:
+        return
+    scale = OmegaConf.create(OmegaConf.to_container(config.scale, resolve=True))
+    if scale.name not in own:
+        raise ConfigurationError(f"scale={scale.name}: {config.name} has sizes for {', '.join(own)}")
+    config.scale = OmegaConf.merge(scale, own[scale.name])
 
 
 def digest(settings: DictConfig) -> str:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils import _pytree as pytree
 
-from driftlab.arm import Arm, grow, unfolded
+from driftlab.arm import Arm, MakeOptimizer, MakeScheduler, grow, unfolded
 from driftlab.fold import FoldError, find_fold
 from driftlab.lockstep import evaluation_mode
 from driftlab.subject import Subject
@@ -121,11 +121,11 @@ def build_arms(
     arms = grow(
         reference,
         subject.candidate if subject else None,
-        optimizer=_optimizer(settings),
+        optimizer=make_optimizer(settings),
         horizons={d: settings.float64_steps if d == "float64" else settings.steps for d in settings.dtypes},
         roles=settings.roles,
         fold=_fold_of(subject) if subject else unfolded,
-        scheduler=partial(_scheduler, settings.learning_rate_schedule, settings.steps),
+        scheduler=make_scheduler(settings),
         nudge_seed=seeds["nudge"],
         device=settings.device,
         float64_candidate=subject is None or _runs_in_float64(subject.candidate, inputs),
@@ -144,7 +144,7 @@ def _subject(settings: DictConfig, reference: nn.Module, seed: int, inputs: torc
         fold = find_fold(reference, candidate, rewrite)
     except FoldError as error:
         raise ConfigurationError(f"rewrite.target={target}: {one_line(error)}") from None
-    make = _optimizer(settings)
+    make = make_optimizer(settings)
 
     def optimizer(module: nn.Module) -> torch.optim.Optimizer:
         return make(module.parameters())
@@ -166,8 +166,8 @@ def _runs_in_float64(candidate: nn.Module, inputs: torch.Tensor) -> bool:
     return True
 
 
-def _optimizer(settings: DictConfig) -> Callable:
-    """Makes an arm's optimizer; what it refuses (a rate that is no number) is the user's to mend."""
+def make_optimizer(settings: DictConfig) -> MakeOptimizer:
+    """From parameters to optimizer; what it refuses (a rate that is no number) is the user's to mend."""
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         try:
@@ -178,7 +178,12 @@ def _optimizer(settings: DictConfig) -> Callable:
     return make
 
 
-def _scheduler(kind: str, steps: int, optimizer: torch.optim.Optimizer, _longest: int) -> LambdaLR | None:
-    if kind == "constant":
+def make_scheduler(settings: DictConfig) -> MakeScheduler | None:
+    """Makes an arm's learning-rate scheduler from its optimizer; None where the rate is constant."""
+    if settings.learning_rate_schedule == "constant":
         return None
+    return partial(_cosine, settings.steps)
+
+
+def _cosine(steps: int, optimizer: torch.optim.Optimizer, _longest: int) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(step, steps) / steps)))

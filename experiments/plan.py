@@ -30,13 +30,19 @@ def plan_lines(
         "seeds": f"{format_seeds(seeds)}{done}{at_a_time(settings, todo)}",
         "steps": _steps(lockstep) + f" of batch {settings.batch_size}",
         "network": f"{_network(settings)}, {_parameters(lockstep.arms[0]):,} parameters, {settings.device}",
-        "data": f"{images.name} ({images.source})",
+        **plan_of_data(images),
         "scale": f"{settings.scale.name} ({settings.scale.get('why', 'as asked')})",
         "takes": _time(duration * math.ceil(len(todo) / settings.workers)),
     }
-    if images.stand_in:
-        lines["data"] = f"STAND-IN {lines['data']}: drawn shapes, not photographs"
     return lines
+
+
+def plan_of_data(images: Images | None) -> dict[str, str]:
+    """The line on the data set, where there is one."""
+    if images is None:
+        return {}
+    line = f"{images.name} ({images.source})"
+    return {"data": f"STAND-IN {line}: drawn shapes, not photographs" if images.stand_in else line}
 
 
 def at_a_time(settings: DictConfig, todo: list[int]) -> str:

@@ -37,7 +37,8 @@ def publish(run: Path, to: Path) -> Path:
 
 def _page(verdict: dict, answer: dict, records: list[SeedRecord], settings: dict) -> Iterable[str]:
     yield f"# {verdict['experiment']}\n"
-    yield f"Hypothesis: {settings['hypothesis']}.\n"
+    asked = settings.get("question")
+    yield f"{asked}\n" if asked else f"Hypothesis: {settings['hypothesis']}.\n"
     yield f"**`{verdict['verdict']}`**: {verdict['headline']}.\n"
     yield f"{answer['sentence']}\n"
     for figure in answer["figures"]:
@@ -50,6 +51,22 @@ def _page(verdict: dict, answer: dict, records: list[SeedRecord], settings: dict
         yield from _table(table)
     yield "## How it was made\n"
     yield from _made(records)
+    yield from _data_and_size(records[0].run, settings)
+
+
+def _data_and_size(run: Mapping, settings: Mapping) -> Iterable[str]:
+    """Of a kind that trains on a data set: which one, and whether this is the size that a GPU is for."""
+    data, size = run["dataset"], settings["scale"]["name"]
+    if not data["sha256"]:
+        return
+    stand_in = ", a STAND-IN of drawn shapes" if data["stand_in"] else ""
+    counts = f"{data['train_images']:,} training and {data['test_images']:,} test images"
+    yield f"Data: {data['name']}{stand_in}, {counts}, SHA-256 `{data['sha256']}`.\n"
+    if size != "full":
+        yield (
+            f"Size: `{size}`, made for a CPU: no GPU was to be had. On a machine with a GPU the same command "
+            "takes the full size (`scale=auto`).\n"
+        )
 
 
 def _table(table: Mapping) -> Iterable[str]:

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -101,20 +102,28 @@ class Built(NamedTuple):
 
 
 def build(settings: DictConfig, images: Images, seed: int) -> Built:
-    seeds = {name: seed if own is None else own for name, own in settings.seeds.items()}
-    device = torch.device(settings.device)
-    batches = Batches(
-        images,
-        batch_size=settings.batch_size,
-        order_seed=seeds["order"],
-        augmentation_seed=seeds["augmentation"],
-        device=device,
-        augment=settings.augment,
-    )
+    seeds = own_seeds(settings, seed)
+    batches = make_batches(settings, images, seeds)
     few = batches.batch(0)[0][:2].cpu()
     arms, subject = build_arms(settings, images, seeds, few)
     schedule = LogSchedule(settings.log_schedule.dense, settings.log_schedule.per_decade)
     return Built(Lockstep(arms, F.cross_entropy, seed=seeds["order"], logged=schedule), batches, subject)
+
+
+def own_seeds(settings: DictConfig, seed: int) -> dict[str, int]:
+    """Of everything random: ``seed``, where ``seeds`` does not set one alone."""
+    return {name: seed if own is None else own for name, own in settings.seeds.items()}
+
+
+def make_batches(settings: DictConfig, images: Images, seeds: Mapping[str, int]) -> Batches:
+    return Batches(
+        images,
+        batch_size=settings.batch_size,
+        order_seed=seeds["order"],
+        augmentation_seed=seeds["augmentation"],
+        device=torch.device(settings.device),
+        augment=settings.augment,
+    )
 
 
 def fit(lockstep: Lockstep, batches: Batches, recorder: Recorder, start: int) -> None:

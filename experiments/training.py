@@ -6,10 +6,9 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from driftlab.environment import make_deterministic
-from experiments import data
 from experiments.configuration import resolve
 from experiments.cores import keep_memory
-from experiments.data.images import Images
+from experiments.data.chosen import load_images
 from experiments.experiment_folder import Experiment, alone, is_done, open_experiment, overrides
 from experiments.judging import judge
 from experiments.loggers import log_verdict
@@ -57,14 +56,8 @@ def prepare(config: DictConfig, terminal: Terminal) -> Experiment:
             # what the experiment expected was of its own rewrite
             settings.hypothesis = f"{settings.rewrite.target} changes nothing but rounding"
             settings.expected = None
-    images = load_images(settings, terminal)
-    settings.data.name, settings.data.sha256 = images.name, images.sha256
+    images = load_images(settings, terminal.say)
     return open_experiment(settings, images, terminal)
-
-
-def load_images(settings: DictConfig, terminal: Terminal) -> Images:
-    chosen = settings.data
-    return data.load(chosen.name, chosen.get("root"), time_limit_s=chosen.get("time_limit"), say=terminal.say)
 
 
 def _show_plan(experiment: Experiment, config: DictConfig, seeds: list[int], todo: list[int]) -> None:

@@ -28,12 +28,12 @@ from driftlab.arm import DTYPES, Arm  # noqa: E402
 from driftlab.lockstep import Lockstep, cast  # noqa: E402
 from experiments.configuration import register_resolvers, resolve  # noqa: E402
 from experiments.data.batches import Batches  # noqa: E402
+from experiments.data.chosen import load_images  # noqa: E402
 from experiments.data.images import Images  # noqa: E402
 from experiments.loggers import MetricsLogger  # noqa: E402
 from experiments.recorder import Recorder  # noqa: E402
 from experiments.seed_run import build, fit  # noqa: E402
 from experiments.terminal import Terminal  # noqa: E402
-from experiments.training import load_images  # noqa: E402
 
 CASES = {
     "default arms, every step logged": ["log_schedule.dense=1000000"],
@@ -139,7 +139,7 @@ def main() -> None:
     common = [f"scale={options.scale}", f"data={options.data}", f"logger={options.logger}"]
     for name, overrides in CASES.items():
         settings = settings_of([*common, *options.overrides, *overrides])
-        images = load_images(settings, Terminal())
+        images = load_images(settings, Terminal().say)
         ratios, bare = compare(settings, images, options.repeats)
         spread = f"{min(ratios):.3f}..{max(ratios):.3f}"
         print(

@@ -27,13 +27,15 @@ from driftlab.records import (
 )
 from driftlab.report.rendering import as_csv, as_files, shown
 from driftlab.report.sections import Answer
+from experiments.configuration import resolve
 from experiments.cores import keep_memory
+from experiments.data.chosen import load_images
 from experiments.errors import ConfigurationError
 from experiments.experiment_folder import Experiment, alone, is_done, open_experiment, take_up
 from experiments.judging import readable, write_verdict
 from experiments.loggers import MetricsLogger, log_verdict
 from experiments.outcome import Ran, in_sweep
-from experiments.plan import at_a_time
+from experiments.plan import at_a_time, plan_of_data
 from experiments.questions.question import Measured, Question
 from experiments.questions.settings import resolve_question
 from experiments.run_record import Began, seed_record
@@ -52,14 +54,15 @@ def ask(config: DictConfig, question: Question) -> Ran:
     """
     terminal = Terminal(job=config.name if in_sweep() else "")
     seeds = parse_seeds(OmegaConf.to_container(config, resolve=False)["seed"])
-    settings = resolve_question(config, terminal.say)
+    settings = resolve(config) if question.trains else resolve_question(config, terminal.say)
     keep_memory()
     make_deterministic(torch.device(settings.device), tf32=settings.tf32, threads=settings.threads)
     settings.measurement = question.version
     about = question.about(settings)  # refuses what cannot be measured, before there is a folder
-    experiment = open_experiment(settings, None, terminal)
+    images = load_images(settings, terminal.say) if question.trains else None
+    experiment = open_experiment(settings, images, terminal)
     todo = [seed for seed in seeds if not is_done(experiment, seed)]
-    plan = _plan(settings, about, seeds, todo)
+    plan = _plan(settings, about, seeds, todo) | plan_of_data(images)
     terminal.plan(f"{settings.name} {experiment.digest}", plan, in_full=not in_sweep())
     carry_out(experiment, todo, partial(_measure, question))
     if in_sweep():
@@ -84,7 +87,8 @@ def _measure(question: Question, experiment: Experiment, seed: int, home: Path) 
     began = Began.now()
     with storage(experiment.settings.results, lambda: f"seed {seed} is measured again"):
         take_up(experiment, seed, home)
-        measured = question.measure(experiment.settings, seed)
+        given = (experiment.images,) if question.trains else ()
+        measured = question.measure(experiment.settings, seed, *given)
         record = seed_record(experiment, seed, began) | _arms_and_probes(measured)
         rows = [{"epoch": 0, **row} for row in measured.record.curves]
         experiment.still_owner()

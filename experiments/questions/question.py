@@ -37,10 +37,13 @@ class Question:
         judge: how the records of all seeds become the verdict.
         version: of what is measured, part of the digest; to be raised when the same settings come to measure
             something else.
+        trains: whether it trains networks of the config: it then has all settings of a training, and is
+            given the images of the data set, ``measure(settings, seed, images)``.
     """
 
-    measure: Callable[[DictConfig, int], Measured]
+    measure: Callable[..., Measured]
     answer: Callable[[DictConfig, Mapping[int, dict]], Answer]
     about: Callable[[DictConfig], str]
     judge: Callable[[Sequence[SeedRecord]], Judgement] = judge
     version: int = 1
+    trains: bool = False

@@ -19,7 +19,7 @@ from experiments.experiment_folder import overrides
 
 # Settings of conf/config.yaml that mean something to every kind.
 SHARED = (
-    *("name", "kind", "hypothesis", "expected", "seed", "scale", "device", "threads", "workers"),
+    *("name", "kind", "hypothesis", "question", "expected", "seed", "scale", "device", "threads", "workers"),
     "tf32",
     *("logger", "results", "rerun", "fail_on"),
 )
