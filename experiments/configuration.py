@@ -56,6 +56,7 @@ def resolve(config: DictConfig) -> DictConfig:
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"the configuration cannot be resolved: {one_line(error)}") from None
     settle_threads(settings)
+    check_tf32(settings)
     _check_arms(settings)
     _check_numbers(settings)
     for key, least in (("dense", 1), ("per_decade", 0)):
@@ -105,6 +106,12 @@ def settle_threads(settings: DictConfig) -> None:
     if settings.workers == "auto":
         settings.workers = 1 if in_sweep() else seeds_at_once(settings.threads, settings.device)
     check_whole("workers", settings.workers, 1)
+
+
+def check_tf32(settings: DictConfig) -> None:
+    """Raises ConfigurationError where TF32 is asked of a device without it: nothing would be measured."""
+    if settings.tf32 and settings.device == "cpu":
+        raise ConfigurationError("tf32=true: a CPU has no TF32; run it on a GPU, or write tf32=false")
 
 
 def _check_arms(settings: DictConfig) -> None:

@@ -10,6 +10,7 @@ import yaml
 
 from driftlab.records import RecordError, SeedRecord, finished_seeds, read_json, read_seed, write_whole
 from experiments.judging import repeat_command
+from experiments.publishing_curves import published_curves
 
 # Beyond so many rows a table stands in its CSV file alone.
 MOST_ROWS = 40
@@ -21,7 +22,7 @@ def publish(run: Path, to: Path) -> Path:
     Raises:
         RecordError: the run has no finished seed, no answer, or is damaged.
     """
-    verdict, answer = read_json(run / "verdict.json"), read_json(run / "answer.json")
+    verdict = read_json(run / "verdict.json")
     records = [r for seed in finished_seeds(run) if (r := read_seed(run, seed)) is not None]
     if not records:
         raise RecordError(f"{run} holds no finished seed: run its command first")
@@ -31,6 +32,10 @@ def publish(run: Path, to: Path) -> Path:
         if (run / kind).is_dir():
             shutil.copytree(run / kind, page / kind)
     settings = yaml.safe_load((run / "experiment.yaml").read_text())
+    if settings.get("kind", "training") == "training":
+        answer = published_curves(page, records)
+    else:
+        answer = read_json(run / "answer.json")
     write_whole(page / "README.md", "\n".join(_page(verdict, answer, records, settings)))
     return page / "README.md"
 
@@ -64,8 +69,8 @@ def _data_and_size(run: Mapping, settings: Mapping) -> Iterable[str]:
     yield f"Data: {data['name']}{stand_in}, {counts}, SHA-256 `{data['sha256']}`.\n"
     if size != "full":
         yield (
-            f"Size: `{size}`, made for a CPU: no GPU was to be had. On a machine with a GPU the same command "
-            "takes the full size (`scale=auto`).\n"
+            f"Size: `{size}`, which is for a CPU. The full size is for a GPU and was not run here: on a "
+            "machine that has one the same command takes it (`scale=auto`).\n"
         )
 
 
@@ -91,9 +96,10 @@ def _made(records: list[SeedRecord]) -> Iterable[str]:
     yield f"```\n{repeat_command(records)}\n```\n"
     yield (
         f"n = {len(records)} seed{'s' if len(records) > 1 else ''}, {sum(seconds):.0f} s in all; "
-        f"{environment['device']}, {environment['threads']} threads, Python {environment['python']}, "
-        f"{versions}. TF32: {'on' if any(environment['tf32'].values()) else 'off'}. Digest of the settings: "
-        f"`{records[0].run['digest']}`.\n"
+        f"{environment['device']}, {environment['threads']} thread{'s' * (environment['threads'] > 1)}, "
+        f"Python {environment['python']}, {versions}. "
+        f"TF32: {'on' if any(environment['tf32'].values()) else 'off'}. "
+        f"Digest of the settings: `{records[0].run['digest']}`.\n"
     )
     if any(r.run["environment"] != environment for r in records):
         yield "Not all seeds ran in that environment; the others' stands in the run's `verdict.json`.\n"

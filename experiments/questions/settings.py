@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from experiments.configuration import (
     CONF,
     check_choices,
+    check_tf32,
     chosen_device,
     register_resolvers,
     settle_threads,
@@ -47,4 +48,5 @@ def resolve_question(config: DictConfig, say: Callable[[str], None]) -> DictConf
         raise ConfigurationError(f"the configuration cannot be resolved: {one_line(error)}") from None
     check_choices({"fail_on": settings.fail_on})
     settle_threads(settings)
+    check_tf32(settings)
     return settings
