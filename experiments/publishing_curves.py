@@ -124,20 +124,18 @@ def sentence(records: Sequence[SeedRecord]) -> str:
     drifting = [a for a in judged_against(records) if not a.startswith("reference.")] or judged_against(
         records
     )
-    said = [_fallen(records)]
-    for dtype in ("float32", "float64"):
-        said.append(_drift({a: rows[a] for a in drifting if a.endswith(dtype)}, dtype))
-    said.append(_ends(rows))
-    return " ".join(s for s in said if s)
+    drift = [_drift({a: rows[a] for a in drifting if a.endswith(d)}, d) for d in ("float32", "float64")]
+    parted = " ".join(d for d in drift if d).removesuffix(";")
+    return " ".join(s for s in (_fallen(records), f"{parted}." if parted else "", _ends(rows)) if s)
 
 
 def _fallen(records: Sequence[SeedRecord]) -> str:
     fallen = {a: sum(fell_over(r, a) for r in records if a in r.arms) for a in all_arms(records)}
     n = f"{len(records)} seed{'s' * (len(records) > 1)}"
     if not any(fallen.values()):
-        return f"No arm's loss diverges, in {n}."
+        return f"No arm's loss diverges, in {n}; how far the weights part:"
     counts = ", ".join(f"{arm} in {count}" for arm, count in fallen.items() if count)
-    return f"The loss diverges for {counts} of {n}."
+    return f"The loss diverges for {counts} of {n}; how far the weights part:"
 
 
 def _drift(arms: Mapping[str, Sequence[Mapping]], dtype: str) -> str:
@@ -147,17 +145,22 @@ def _drift(arms: Mapping[str, Sequence[Mapping]], dtype: str) -> str:
     if not ends:
         return ""
     steps = max(row["steps"] for a in ends for row in arms[a])
-    far = ", ".join(f"{text} ({a.partition('.')[0]})" for a, text in ends.items())
-    flips = ", ".join(f"{_first_flip(arms[a])} ({a.partition('.')[0]})" for a in ends)
-    return f"In {dtype} the weights are {far} apart after {steps:,} steps; first sign flip: {flips}."
+    far = ", ".join(f"{a.partition('.')[0]} {text}" for a, text in ends.items())
+    return f"in {dtype}, after {steps:,} steps, {far} (relative), {_first_flips(arms, list(ends))};"
 
 
-def _first_flip(rows: Sequence[Mapping]) -> str:
-    found = [row["first_flip"] for row in rows if row["first_flip"] is not None]
+def _first_flips(arms: Mapping[str, Sequence[Mapping]], names: Sequence[str]) -> str:
+    found = {a: [r["first_flip"] for r in arms[a] if r["first_flip"] is not None] for a in names}
+    if not any(found.values()):
+        return "without a sign flip"
+    words = [_first_flip(steps, len(arms[a])) for a, steps in found.items()]
+    return f"first sign flip {', '.join(words)}"
+
+
+def _first_flip(found: Sequence[int], n: int) -> str:
     if not found:
-        return f"none in {len(rows)}" if len(rows) > 1 else "none"
-    some = "" if len(found) == len(rows) else f" in {len(found)} of {len(rows)}"
-    return f"step {median(found):g}{some}"
+        return "nowhere"
+    return f"at step {median(found):g}" + ("" if len(found) == n else f" in {len(found)} of {n}")
 
 
 def _ends(rows: Mapping[str, Sequence[Mapping]]) -> str:
@@ -169,14 +172,15 @@ def _ends(rows: Mapping[str, Sequence[Mapping]]) -> str:
         differences = [a - b for a, b in pairs if a is not None and b is not None]
         if differences:
             apart = with_range([row["disagreement"] for row in rows[arm]])
-            spread = f" +- {stdev(differences):.2g}" if len(differences) > 1 else ""
+            spread = f" +- {stdev(differences):.2f}" if len(differences) > 1 else ""
             said.append(
-                f"{arm.partition('.')[0]} {fmean(differences):+.2g}{spread} points, {apart} % of the images "
+                f"{arm.partition('.')[0]} {fmean(differences):+.2f}{spread} points, {apart} % of the images "
                 "classified otherwise"
             )
     found = [a for a in own.values() if a is not None]
     if not said:
         return ""
     return (
-        f"Test accuracy of the reference {with_range(found)} %; against it (mean +- SD): {'; '.join(said)}."
+        f"Test accuracy of the float32 reference {with_range(found)} %; against it (mean +- SD of the pairs) "
+        f"{'; '.join(said)}."
     )

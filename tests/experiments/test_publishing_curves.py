@@ -53,29 +53,32 @@ def test_a_spread_in_words(values, text):
 
 def test_the_sentence_gives_drift_flips_accuracy_and_disagreement():
     text = sentence([record(0), record(1), record(2)])
-    assert text.startswith("No arm's loss diverges, in 3 seeds.")
-    assert (
-        "2e-06 (1e-06 to 3e-06) (candidate), 1e-06 (5e-07 to 1.5e-06) (control) apart after 2 steps" in text
-    )
-    assert "step 2 (candidate), step 2 (control)" in text
-    assert "2e-15 (1e-15 to 3e-15) (candidate)" in text
-    assert "none in 3 (candidate)" in text
+    assert text.startswith("No arm's loss diverges, in 3 seeds;")
+    far = "candidate 2e-06 (1e-06 to 3e-06), control 1e-06 (5e-07 to 1.5e-06) (relative)"
+    assert f"in float32, after 2 steps, {far}, first sign flip at step 2, at step 2;" in text
+    assert "in float64, after 2 steps, candidate 2e-15 (1e-15 to 3e-15)" in text
+    assert "(relative), without a sign flip." in text
     assert "reference 50 %" in text
-    assert "candidate +1 +- 1 points, 10 % of the images" in text
-    assert "control -1 +- 0 points" in text
+    assert "candidate +1.00 +- 1.00 points, 10 % of the images" in text
+    assert "control -1.00 +- 0.00 points" in text
 
 
 def test_who_falls_over_is_said_and_counted():
     text = sentence([record(0, blown="control.float32"), record(1)])
-    assert text.startswith("The loss diverges for control.float32 in 1 of 2 seeds.")
-    assert "inf" in text  # and its weights are nowhere near
+    assert text.startswith("The loss diverges for control.float32 in 1 of 2 seeds;")
+    assert "control inf (1e-06 to inf)" in text  # its weights are nowhere near
+
+
+def test_a_flip_in_some_seeds_is_said_so():
+    text = sentence([record(0), record(1, flips=(0, 0, 0))])
+    assert "first sign flip at step 2 in 1 of 2, at step 2 in 1 of 2" in text
 
 
 def test_one_seed_without_float64_or_flips_is_answered_too():
     text = sentence([record(4, dtypes=("float32",), flips=(0, 0, 0))])
     assert "float64" not in text
-    assert "first sign flip: none (candidate)" in text
-    assert "+-)" not in text
+    assert "(relative), without a sign flip. Test accuracy" in text
+    assert "candidate +4.00 points" in text
 
 
 def test_the_page_holds_a_line_an_arm_and_the_file_one_a_seed(tmp_path):
