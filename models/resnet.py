@@ -3,12 +3,21 @@
 from torch import Tensor, nn
 
 ACTIVATIONS = {"relu": nn.ReLU, "silu": nn.SiLU}
+POOLS = {"max": nn.MaxPool2d, "average": nn.AvgPool2d}
 
 
 def _activation(name: str) -> nn.Module:
     if name not in ACTIVATIONS:
         raise ValueError(f"ResNet18: activation={name!r} is not known; write one of {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]()
+
+
+def _pool(name: str | None) -> nn.Module | None:
+    if name is None:
+        return None
+    if name not in POOLS:
+        raise ValueError(f"ResNet18: pool={name!r} is not known; write one of {', '.join(POOLS)}, or None")
+    return POOLS[name](kernel_size=3, stride=2, padding=1)
 
 
 class BasicBlock(nn.Module):
@@ -49,12 +58,21 @@ class ResNet18(nn.Module):
         classes: length of the logits.
         groups: of every 3x3 conv but the stem; the 1x1 convs of the shortcuts stay ungrouped.
         activation: "relu" or "silu".
+        pool: "max" or "average" puts a 3x3 pool with stride 2 behind the stem's activation, as the form for
+            larger images has one (max); the stages then see images of half the size.
 
     Raises:
-        ValueError: for an unknown activation, a size below one, a width that is no multiple of groups.
+        ValueError: for an unknown activation or pool, a size below one, a width no multiple of groups.
     """
 
-    def __init__(self, width: int = 64, classes: int = 10, groups: int = 1, activation: str = "relu"):
+    def __init__(
+        self,
+        width: int = 64,
+        classes: int = 10,
+        groups: int = 1,
+        activation: str = "relu",
+        pool: str | None = None,
+    ):
         super().__init__()
         if min(width, classes, groups) < 1:
             sizes = f"width={width}, classes={classes}, groups={groups}"
@@ -67,6 +85,7 @@ class ResNet18(nn.Module):
         self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.act1 = _activation(activation)
+        self.pool = _pool(pool)
         self.layer1 = _stage(width, width, 1, groups, activation)
         self.layer2 = _stage(width, 2 * width, 2, groups, activation)
         self.layer3 = _stage(2 * width, 4 * width, 2, groups, activation)
@@ -76,6 +95,8 @@ class ResNet18(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.act1(self.bn1(self.conv1(x)))
+        if self.pool is not None:
+            x = self.pool(x)
         x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
         return self.fc(self.avgpool(x).flatten(1))
 

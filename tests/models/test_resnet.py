@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from models import ResNet18
@@ -45,10 +46,39 @@ def test_every_activation_is_a_module_of_its_own(name, kind):
 
 
 @pytest.mark.parametrize(
+    ("name", "pooled"),
+    [
+        ("max", lambda x: F.max_pool2d(x, 3, stride=2, padding=1)),
+        ("average", lambda x: F.avg_pool2d(x, 3, stride=2, padding=1)),
+    ],
+)
+def test_a_pool_stands_behind_the_stem_and_changes_no_weight(name, pooled):
+    torch.manual_seed(0)
+    model = ResNet18(width=4, pool=name)
+    torch.manual_seed(0)
+    plain = ResNet18(width=4)
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in plain.state_dict().items())
+    seen = {}
+    model.layer1.register_forward_pre_hook(lambda module, inputs: seen.update(first=inputs[0]))
+    plain.layer1.register_forward_pre_hook(lambda module, inputs: seen.update(plain=inputs[0]))
+    images = torch.randn(2, 3, 32, 32)
+    assert model(images).shape == plain(images).shape
+    assert seen["first"].shape == (2, 4, 16, 16)
+    assert torch.equal(seen["first"], pooled(seen["plain"]))
+
+
+def test_without_a_pool_there_is_no_module_more():
+    assert len(dict(ResNet18(width=4, pool="max").named_modules())) == 1 + len(
+        dict(ResNet18(width=4).named_modules())
+    )
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"width": 6, "groups": 4}, "width=6 is not a multiple of groups=4; write a width such as 4"),
         ({"activation": "gelu"}, "activation='gelu' is not known; write one of relu, silu"),
+        ({"pool": "min"}, "pool='min' is not known; write one of max, average, or None"),
         ({"classes": 0}, "width=64, classes=0, groups=1 must all be 1 or more"),
     ],
 )
