@@ -23,10 +23,20 @@ def fell_over(record: SeedRecord, arm: str) -> bool:
         return True
     losses = record.series("loss", arm)
     steps = sorted(losses)
-    tail = [losses[s] for s in steps[-max(1, len(steps) // 10) :]]
-    first = losses[steps[0]] if steps else 0.0
+    return len(steps) > 1 and ended_above(
+        losses[steps[0]], [losses[s] for s in steps[-tail_of(len(steps)) :]]
+    )
+
+
+def tail_of(rows: int) -> int:
+    """How many of the rows of a run are its end."""
+    return max(1, rows // 10)
+
+
+def ended_above(first: float, tail: Sequence[float]) -> bool:
+    """Whether the median loss of the end is more than ``FALLEN`` times the one that it began with."""
     # of a loss below zero: risen by as much as it lay below
-    return len(steps) > 1 and median(tail) - first > (FALLEN - 1) * abs(first)
+    return median(tail) - first > (FALLEN - 1) * abs(first)
 
 
 def outcomes(records: Sequence[SeedRecord], role: str) -> dict:

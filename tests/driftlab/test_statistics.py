@@ -1,4 +1,4 @@
-"""Paired statistics against scipy's own tests and against enumeration."""
+"""Statistics against scipy's own tests and against enumeration."""
 
 import itertools
 import math
@@ -6,9 +6,9 @@ import math
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from scipy.stats import ttest_1samp
+from scipy.stats import binomtest, ttest_1samp
 
-from driftlab.statistics import equal_means, mcnemar_exact
+from driftlab.statistics import clopper_pearson, equal_means, holm, mcnemar_exact, sign_flip_test
 
 numbers = st.floats(-1e3, 1e3, allow_subnormal=False).map(lambda x: round(x, 6))
 
@@ -68,3 +68,31 @@ def test_mcnemar_against_counting_every_way_that_the_pairs_could_have_fallen(pai
 def test_pairs_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="argument 2 is longer"):
         mcnemar_exact([True], [True, False])
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-4, 4), max_size=9))
+def test_the_sign_flip_test_counts_every_pattern(sides):
+    sums = [
+        sum(s * x for s, x in zip(signs, sides, strict=True))
+        for signs in itertools.product((1, -1), repeat=len(sides))
+    ]
+    expected = sum(abs(s) >= abs(sum(sides)) for s in sums) / len(sums)
+    assert sign_flip_test(sides) == pytest.approx(expected)
+
+
+def test_the_sign_flip_test_of_one_sided_seeds():
+    assert sign_flip_test([1] * 10) == 2 * 2.0**-10
+    assert sign_flip_test([0, 0]) == 1.0
+
+
+def test_holm_by_hand():
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "b": 0.06, "c": 0.06})
+    assert list(holm({"a": 0.9, "b": 0.6})) == ["a", "b"]
+    assert holm({"a": 0.9, "b": 0.6}) == {"a": 1.0, "b": 1.0}
+
+
+@pytest.mark.parametrize(("count", "n"), [(0, 1), (1, 1), (0, 20), (3, 7), (7, 20), (56, 56)])
+def test_the_interval_of_a_share_is_clopper_and_pearsons(count, n):
+    theirs = binomtest(count, n).proportion_ci(0.95, method="exact")
+    assert clopper_pearson(count, n) == pytest.approx((theirs.low, theirs.high), abs=1e-12)

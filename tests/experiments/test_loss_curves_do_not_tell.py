@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
-from scipy.stats import binomtest
 from torch import nn
 
 from driftlab.report.rendering import as_files, in_page, shown
@@ -17,7 +16,7 @@ from experiments.networks import build_reference
 from experiments.questions.loss_curves.answer import answer, judged
 from experiments.questions.loss_curves.measure import about, measure
 from experiments.questions.loss_curves.networks import NETWORKS, subjects
-from experiments.questions.loss_curves.rules import DRIFTLAB, HABITS, clopper_pearson, score
+from experiments.questions.loss_curves.rules import DRIFTLAB, HABITS, score
 from experiments.questions.loss_curves.series import at, by_size, last, loss_off, tail_loss
 from experiments.seed_run import make_batches, own_seeds
 from tests.experiments.conftest import ROOT
@@ -159,12 +158,6 @@ def test_scores_count_false_alarms_and_missed_bugs_apart(seed):
     assert found.right == 4
     seed["verdicts"]["frozen"]["verdict"] = "unstable"
     assert score({0: seed, 1: seed}, DRIFTLAB).missed == 4
-
-
-@pytest.mark.parametrize(("k", "n"), [(0, 7), (3, 7), (7, 7), (56, 56), (1, 1)])
-def test_interval_is_that_of_clopper_and_pearson(k, n):
-    theirs = binomtest(k, n).proportion_ci(0.95, method="exact")
-    assert clopper_pearson(k, n) == pytest.approx((theirs.low, theirs.high), abs=1e-12)
 
 
 def set_value(seed, kind, dtype, index, numbers):

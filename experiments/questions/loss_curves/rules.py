@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from driftlab.statistics import clopper_pearson
 from driftlab.verdict import Verdict
 from experiments.questions.loss_curves.networks import NETWORKS
 from experiments.questions.loss_curves.series import (
@@ -124,13 +125,3 @@ def score(values: Values, rule: Rule) -> Score:
     right = [answer is True for same, answer in said if same]
     wrong = [answer is False for same, answer in said if not same]
     return Score(rule, right.count(False), len(right), wrong.count(False), len(wrong))
-
-
-def clopper_pearson(k: int, n: int, level: float = 0.95) -> tuple[float, float]:
-    """The exact interval of a share (Clopper and Pearson, Biometrika 26, 1934): k of n."""
-    from scipy.special import betaincinv  # scipy.stats, which has it too, takes two seconds to import
-
-    tail = (1 - level) / 2
-    low = float(betaincinv(k, n - k + 1, tail)) if k else 0.0
-    high = float(betaincinv(k + 1, n - k, 1 - tail)) if k < n else 1.0
-    return low, high

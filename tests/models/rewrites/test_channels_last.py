@@ -1,4 +1,4 @@
-"""The rewrite that only stores a network otherwise: the same numbers, and stored otherwise wherever it goes."""
+"""The rewrite that only stores a network otherwise: the same numbers, in another order wherever it goes."""
 
 import copy
 
