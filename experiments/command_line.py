@@ -56,7 +56,9 @@ def choices(group: str) -> list[str]:
 
 
 def usage() -> str:
-    lines = "\n".join(f"  {name:<22}  {text}" for name, text in experiments().items())
+    found = experiments()
+    width = max(map(len, found))
+    lines = "\n".join(f"  {name:<{width}}  {text}" for name, text in found.items())
     return USAGE.format(experiments=lines, **{g: " | ".join(choices(g)) for g in ("scale", "data", "logger")})
 
 

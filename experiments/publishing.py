@@ -82,7 +82,7 @@ def _table(table: Mapping) -> Iterable[str]:
     yield _row(table["headings"])
     yield _row(["---:" if numeric else "---" for numeric in table["numeric"]])
     yield from map(_row, table["rows"])
-    yield f"\nAll digits: {file}\n"
+    yield f"\nAs a file: {file}\n"
 
 
 def _row(cells: Iterable[str]) -> str:
