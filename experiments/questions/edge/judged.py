@@ -47,7 +47,9 @@ def judged(records: Sequence[SeedRecord]) -> Judgement:
     evidence = [*_one_each(probes), *outcomes.values()]
     verdict, headline = _decided(evidence, outcomes)
     n = len(records)
-    return Judgement(verdict, f"{headline} ({n} seed{'s' * (n > 1)})", evidence)
+    if "seed" not in headline:  # else it has been counted already
+        headline += f" ({n} seed{'s' * (n > 1)})"
+    return Judgement(verdict, headline, evidence)
 
 
 def _without_outcomes(record: SeedRecord) -> SeedRecord:
