@@ -29,7 +29,7 @@ def fell_over(record: SeedRecord, arm: str) -> bool:
 
 
 def tail_of(rows: int) -> int:
-    """How many of the rows of a run are its end."""
+    """How many of the rows, or steps, of a run are its end: a tenth."""
     return max(1, rows // 10)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 # One thread a seed: sums then do not depend on how many cores a machine has, nor on how many seeds were
 # asked for, and ten seeds take less time side by side than one after the other with all cores each
@@ -50,6 +50,16 @@ def keep_memory() -> None:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_MAX, 0)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def settle_process(settings: DictConfig) -> None:
+    """Memory, threads, determinism and TF32 of this process, as a seed of these settings needs them."""
+    import torch
+
+    from driftlab.environment import make_deterministic
+
+    keep_memory()
+    make_deterministic(torch.device(settings.device), tf32=settings.tf32, threads=settings.threads)
 
 
 def register_resolver() -> None:

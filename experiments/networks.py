@@ -20,7 +20,8 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils import _pytree as pytree
 
-from driftlab.arm import Arm, MakeOptimizer, MakeScheduler, grow, unfolded
+from driftlab.arm import DTYPES, Arm, Fold, MakeOptimizer, MakeScheduler, grow, unfolded
+from driftlab.copying import copied
 from driftlab.fold import FoldError, find_fold
 from driftlab.lockstep import evaluation_mode
 from driftlab.subject import Subject
@@ -124,7 +125,7 @@ def build_arms(
         optimizer=make_optimizer(settings),
         horizons={d: settings.float64_steps if d == "float64" else settings.steps for d in settings.dtypes},
         roles=settings.roles,
-        fold=_fold_of(subject) if subject else unfolded,
+        fold=fold_of(subject) if subject else unfolded,
         scheduler=make_scheduler(settings),
         nudge_seed=seeds["nudge"],
         device=settings.device,
@@ -140,6 +141,13 @@ def _subject(settings: DictConfig, reference: nn.Module, seed: int, inputs: torc
     target, rewrite = settings.rewrite.target, load_rewrite(settings)
     candidate = apply_rewrite(rewrite, target, reference)
     check_same_shapes(reference, candidate, inputs, target)
+    return make_subject(settings, reference, candidate, rewrite, target, seed)
+
+
+def make_subject(
+    settings: DictConfig, reference: nn.Module, candidate: nn.Module, rewrite: Rewrite, target: str, seed: int
+) -> Subject:
+    """The pair with its fold, loss and optimizers. Raises ConfigurationError where no fold is found."""
     try:
         fold = find_fold(reference, candidate, rewrite)
     except FoldError as error:
@@ -152,8 +160,18 @@ def _subject(settings: DictConfig, reference: nn.Module, seed: int, inputs: torc
     return Subject(reference, candidate, fold, F.cross_entropy, optimizer, optimizer, seed=seed)
 
 
-def _fold_of(subject: Subject) -> Callable:
+def fold_of(subject: Subject) -> Fold:
+    """Of what can be compared: less the weights that the candidate holds otherwise."""
     return subject.comparable if subject.written_otherwise else subject.fold
+
+
+def make_arm(settings: DictConfig, role: str, dtype: str, network: nn.Module, horizon: int) -> Arm:
+    """An arm of a copy of ``network``, on its device, compared with nothing yet."""
+    module = copied(network).to(device=settings.device, dtype=DTYPES[dtype])
+    optimizer, schedule = make_optimizer(settings)(module.parameters()), make_scheduler(settings)
+    arm = Arm(role, dtype, module, optimizer, unfolded, horizon)
+    arm.scheduler = schedule(optimizer, settings.steps) if schedule else None
+    return arm
 
 
 def _runs_in_float64(candidate: nn.Module, inputs: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median, stdev
 
-from driftlab.outcomes import fell_over
+from driftlab.outcomes import fell_over, tail_of
 from driftlab.records import SeedRecord, write_whole
 from driftlab.report.rendering import as_csv, shown
 from driftlab.report.sections import Table
@@ -70,7 +70,7 @@ def _of_seed(record: SeedRecord, arm: str) -> dict:
         "steps": max(record.series("loss", arm), default=None),
         "measured_at": max(record.series("weight_distance", arm), default=None),
         "first_flip": first_flips([record], arm)[0],
-        "loss": math.inf if blew_up is not None else median(losses[-max(1, len(losses) // 10) :]),
+        "loss": math.inf if blew_up is not None else median(losses[-tail_of(len(losses)) :]),
         **ends,
         **{k: None if ends[k] is None else 100 * ends[k] for k in _PERCENT},
     }

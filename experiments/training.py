@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
-from driftlab.environment import make_deterministic
 from experiments.configuration import resolve
-from experiments.cores import keep_memory
+from experiments.cores import settle_process
 from experiments.data.chosen import load_images
 from experiments.experiment_folder import Experiment, alone, is_done, open_experiment, overrides
 from experiments.judging import judge
@@ -47,9 +45,7 @@ def run(config: DictConfig) -> Ran:
 def prepare(config: DictConfig, terminal: Terminal) -> Experiment:
     """Check the settings, fetch the images, open the experiment's folder."""
     settings = resolve(config)
-    device = torch.device(settings.device)
-    keep_memory()
-    make_deterministic(device, tf32=settings.tf32, threads=settings.threads)
+    settle_process(settings)
     if settings.rewrite.target and "candidate" in settings.roles:
         settings.rewrite.source = source_digest(settings.rewrite.target)
         if any(o.startswith("rewrite.target=") for o in overrides(settings)):

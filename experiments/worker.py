@@ -8,12 +8,10 @@ from functools import cache
 from pathlib import Path
 from traceback import format_exception
 
-import torch
 from omegaconf import OmegaConf
 
-from driftlab.environment import make_deterministic
 from experiments import data
-from experiments.cores import keep_memory
+from experiments.cores import settle_process
 from experiments.data.images import DataError, Images
 from experiments.errors import ConfigurationError, Unfinished, is_out_of_memory
 from experiments.experiment_folder import Experiment, owned
@@ -59,8 +57,7 @@ def carried_out(
     """
     settings = experiment.settings
     try:
-        keep_memory()
-        make_deterministic(torch.device(settings.device), tf32=settings.tf32, threads=settings.threads)
+        settle_process(settings)
         if source is not None:
             images = replace(_images(OmegaConf.to_yaml(settings.data)), source=source)
             experiment = replace(experiment, images=images)

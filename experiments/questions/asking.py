@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 
-from driftlab.environment import make_deterministic
 from driftlab.records import (
     CURVES,
     EVALUATIONS,
@@ -28,7 +26,7 @@ from driftlab.records import (
 from driftlab.report.rendering import as_csv, as_files, shown
 from driftlab.report.sections import Answer
 from experiments.configuration import resolve
-from experiments.cores import keep_memory
+from experiments.cores import settle_process
 from experiments.data.chosen import load_images
 from experiments.errors import ConfigurationError
 from experiments.experiment_folder import Experiment, alone, is_done, open_experiment, take_up
@@ -55,8 +53,7 @@ def ask(config: DictConfig, question: Question) -> Ran:
     terminal = Terminal(job=config.name if in_sweep() else "")
     seeds = parse_seeds(OmegaConf.to_container(config, resolve=False)["seed"])
     settings = resolve(config) if question.trains else resolve_question(config, terminal.say)
-    keep_memory()
-    make_deterministic(torch.device(settings.device), tf32=settings.tf32, threads=settings.threads)
+    settle_process(settings)
     settings.measurement = question.version
     about = question.about(settings)  # refuses what cannot be measured, before there is a folder
     images = load_images(settings, terminal.say) if question.trains else None

@@ -7,9 +7,17 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from experiments import training
-from experiments.configuration import register_resolvers
+from experiments.configuration import register_resolvers, resolve
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def resolved(experiment: str, *overrides: str):
+    """The settings of an experiment, small and on the CPU, as its run resolves them."""
+    register_resolvers()
+    small = [f"+experiment={experiment}", "scale=smoke", "data=shapes", "logger=none"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return resolve(compose("config", [*small, "device=cpu", "threads=1", *overrides]))
 
 
 class Finished:

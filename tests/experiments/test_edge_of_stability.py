@@ -3,19 +3,18 @@
 import copy
 import json
 import math
+from functools import partial
 from statistics import median
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from driftlab.outcomes import fell_over
 from driftlab.records import SeedRecord
 from driftlab.report.rendering import as_csv, as_files, shown
 from driftlab.verdict import Evidence, Finding, Verdict
-from experiments.configuration import register_resolvers, resolve
 from experiments.data.chosen import load_images
 from experiments.edge_of_stability import QUESTION
 from experiments.errors import ConfigurationError
@@ -26,16 +25,12 @@ from experiments.questions.edge.judged import judged, outcome_findings
 from experiments.questions.edge.measure import about
 from experiments.seed_run import make_batches, own_seeds
 from models.rewrites.split_conv import split_conv
-from tests.experiments.conftest import ROOT
+from tests.experiments.conftest import resolved
 
 torch.set_num_threads(1)
 
 
-def configured(*overrides):
-    register_resolvers()
-    given = ["+experiment=edge_of_stability", "scale=smoke", "data=shapes", "device=cpu", *overrides]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return resolve(compose("config", given))
+configured = partial(resolved, "edge_of_stability")
 
 
 @pytest.fixture(scope="module")

@@ -3,19 +3,18 @@
 import copy
 import json
 import math
+from functools import partial
 from itertools import product
 from statistics import NormalDist
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hydra import compose, initialize_config_dir
 from torch import nn
 
 from driftlab.records import SeedRecord
 from driftlab.report.rendering import as_files, in_page, shown
 from driftlab.verdict import Verdict
-from experiments.configuration import register_resolvers, resolve
 from experiments.data.chosen import load_images
 from experiments.errors import ConfigurationError
 from experiments.questions.kinks.answer import answer
@@ -25,17 +24,13 @@ from experiments.questions.kinks.measure import about, measure
 from experiments.questions.kinks.seeds import up_to_first_flip
 from experiments.questions.kinks.series import first_flip, growth, leap, quiet_ratio
 from experiments.questions.kinks.tables import ratio_of_sums
-from tests.experiments.conftest import ROOT
+from tests.experiments.conftest import ROOT, resolved
 
 POOL = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
 CONF = ROOT / "conf" / "experiment" / "kinks.yaml"
 
 
-def configured(*overrides):
-    register_resolvers()
-    small = ["+experiment=kinks", "scale=smoke", "data=shapes", "logger=none", "device=cpu"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return resolve(compose("config", [*small, *overrides]))
+configured = partial(resolved, "kinks")
 
 
 def counted(tensor):

@@ -1,15 +1,14 @@
 import json
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hydra import compose, initialize_config_dir
 from torch import nn
 
 from driftlab.report.rendering import as_files, in_page, shown
-from experiments.configuration import register_resolvers, resolve
 from experiments.data.chosen import load_images
 from experiments.errors import ConfigurationError
 from experiments.networks import build_reference
@@ -19,18 +18,14 @@ from experiments.questions.loss_curves.networks import NETWORKS, subjects
 from experiments.questions.loss_curves.rules import DRIFTLAB, HABITS, score
 from experiments.questions.loss_curves.series import at, by_size, last, loss_off, tail_loss
 from experiments.seed_run import make_batches, own_seeds
-from tests.experiments.conftest import ROOT
+from tests.experiments.conftest import resolved
 
 WRONG = [n.role for n in NETWORKS if not n.same]
 RIGHT = [n.role for n in NETWORKS if n.same]
 RULES = {rule.key: rule for rule in (*HABITS, DRIFTLAB)}
 
 
-def configured(*overrides):
-    register_resolvers()
-    small = ["+experiment=loss_curves_do_not_tell", "scale=smoke", "data=shapes", "logger=none", "device=cpu"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return resolve(compose("config", [*small, "threads=1", *overrides]))
+configured = partial(resolved, "loss_curves_do_not_tell")
 
 
 @pytest.fixture(scope="module")

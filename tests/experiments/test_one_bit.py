@@ -4,18 +4,17 @@ import copy
 import itertools
 import json
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 from scipy.stats import spearmanr, t
 from torch import nn
 
 from driftlab.records import SeedRecord
 from driftlab.report.rendering import as_csv, as_files, in_page, shown
 from driftlab.verdict import Evidence, Finding, Verdict
-from experiments.configuration import register_resolvers, resolve
 from experiments.data.chosen import load_images
 from experiments.errors import ConfigurationError
 from experiments.networks import build_reference
@@ -31,17 +30,13 @@ from experiments.questions.one_bit.training import digest_of, look_steps, make_g
 from experiments.seed_run import make_batches
 from models.resnet14 import ResNet14
 from models.rewrites.swap import RewriteError
-from tests.experiments.conftest import ROOT
+from tests.experiments.conftest import resolved
 
 torch.set_num_threads(1)
 IMAGES, CLASSES = 200, 4
 
 
-def configured(*overrides):
-    register_resolvers()
-    given = ["+experiment=one_bit", "scale=smoke", "data=shapes", "device=cpu", *overrides]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return resolve(compose("config", given))
+configured = partial(resolved, "one_bit")
 
 
 @pytest.fixture(scope="module")

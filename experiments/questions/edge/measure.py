@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 
-from driftlab.arm import Arm, nudge, unfolded
+from driftlab.arm import Arm, nudge
 from driftlab.copying import copied
 from driftlab.examination import examined
 from driftlab.lockstep import Lockstep
@@ -24,7 +24,7 @@ from experiments.configuration import check_whole
 from experiments.data.batches import Batches
 from experiments.data.images import Images
 from experiments.errors import ConfigurationError
-from experiments.networks import build_arms, make_optimizer, make_scheduler
+from experiments.networks import build_arms, make_arm
 from experiments.questions.edge.judged import outcome_findings
 from experiments.questions.edge.outcomes import ARMS
 from experiments.questions.question import Measured
@@ -90,7 +90,8 @@ def _trained(
     settings: DictConfig, rate: float, networks: Mapping[str, nn.Module], batches: Batches, seed: int
 ) -> list[dict]:
     """Every arm at one learning rate, in lockstep: how it began and how it ended."""
-    arms = [_arm(settings, role, network, rate) for role, network in networks.items()]
+    asked = OmegaConf.merge(settings, {"optimizer": {"lr": rate}})
+    arms = [make_arm(asked, role, "float32", network, settings.steps) for role, network in networks.items()]
     # losses alone, at the first step and at the end: no arm is compared with another on the way
     end = settings.steps - tail_of(settings.steps + 1)
     lockstep = Lockstep(arms, F.cross_entropy, seed=seed, logged=lambda step: step == 0 or step > end)
@@ -101,15 +102,6 @@ def _trained(
         lockstep.update(step)
     lockstep.flush()
     return [{"rate": rate, **_ended(settings, lockstep, arm, batches, end)} for arm in arms]
-
-
-def _arm(settings: DictConfig, role: str, network: nn.Module, rate: float) -> Arm:
-    module = copied(network)
-    asked = OmegaConf.merge(settings, {"optimizer": {"lr": rate}})
-    optimizer, scheduler = make_optimizer(asked)(module.parameters()), make_scheduler(asked)
-    arm = Arm(role, "float32", module, optimizer, unfolded, settings.steps)
-    arm.scheduler = scheduler(optimizer, settings.steps) if scheduler else None
-    return arm
 
 
 def _ended(settings: DictConfig, lockstep: Lockstep, arm: Arm, batches: Batches, end: int) -> dict:

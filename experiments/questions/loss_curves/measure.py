@@ -14,6 +14,7 @@ from driftlab.copying import copied
 from driftlab.diagnosis import diagnosed
 from driftlab.lockstep import Lockstep
 from driftlab.logschedule import LogSchedule
+from driftlab.outcomes import tail_of
 from driftlab.records import SeedRecord
 from driftlab.rules import judge
 from driftlab.subject import Subject
@@ -63,12 +64,7 @@ def _logged(settings: DictConfig) -> Callable[[int], bool]:
     """As the schedule says, and the last tenth of either dtype's steps, over which losses are averaged."""
     schedule = LogSchedule(settings.log_schedule.dense, settings.log_schedule.per_decade)
     ends = (settings.steps, settings.float64_steps)
-    return lambda step: schedule(step) or any(n - tail(n) < step <= n for n in ends)
-
-
-def tail(steps: int) -> int:
-    """How many losses the last tenth of ``steps`` updates holds, the one after the last included."""
-    return max(1, steps // 10)
+    return lambda step: schedule(step) or any(n - tail_of(n) < step <= n for n in ends)
 
 
 def _narrow(arms: list[Arm]) -> list[Arm]:

@@ -6,17 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import nn
 
-from driftlab.arm import DTYPES, Arm, nudge, unfolded
+from driftlab.arm import Arm, nudge
 from driftlab.copying import copied
-from driftlab.fold import FoldError, find_fold
 from driftlab.subject import Subject
-from experiments.errors import ConfigurationError, one_line
-from experiments.networks import apply_rewrite, load_rewrite, make_optimizer, make_scheduler
+from experiments.networks import apply_rewrite, fold_of, load_rewrite, make_arm, make_subject
 from models.rewrites.planted_bug import split_without_input_gradient
 from models.rewrites.planted_faults import (
     batch_norm_with_other_eps,
@@ -103,17 +99,10 @@ def _subject(
     settings: DictConfig, reference: nn.Module, rewrite: Callable, target: str, seed: int
 ) -> Subject:
     candidate = apply_rewrite(rewrite, target, reference)
-    try:
-        fold = find_fold(reference, candidate, rewrite)
-    except FoldError as error:
-        raise ConfigurationError(f"rewrite.target={target}: {one_line(error)}") from None
-    make = make_optimizer(settings)
-
-    def optimizer(module: nn.Module) -> torch.optim.Optimizer:
-        return make(module.parameters())
-
-    pair = copied(reference).to(settings.device), candidate.to(settings.device)
-    return Subject(*pair, fold, F.cross_entropy, optimizer, optimizer, seed=seed)
+    pair = make_subject(settings, copied(reference), candidate, rewrite, target, seed)
+    pair.reference.to(settings.device)
+    pair.candidate.to(settings.device)
+    return pair
 
 
 def build_arms(
@@ -122,22 +111,14 @@ def build_arms(
     """Every network in both dtypes, each behind the reference of its dtype."""
     arms: list[Arm] = []
     for dtype, steps in (("float64", settings.float64_steps), ("float32", settings.steps)):
-        own = _arm(settings, "reference", dtype, reference, steps)
+        own = make_arm(settings, "reference", dtype, reference, steps)
         own.against = arms[0] if arms else None
-        others = [_arm(settings, CONTROL, dtype, reference, steps)]
+        others = [make_arm(settings, CONTROL, dtype, reference, steps)]
         nudge(others[0].module, nudge_seed)
         for role, pair in pairs.items():
-            others.append(_arm(settings, role, dtype, pair.candidate, steps))
-            others[-1].fold = pair.comparable if pair.written_otherwise else pair.fold
+            others.append(make_arm(settings, role, dtype, pair.candidate, steps))
+            others[-1].fold = fold_of(pair)
         for arm in others:
             arm.against = own
         arms += [own, *others]
     return arms
-
-
-def _arm(settings: DictConfig, role: str, dtype: str, network: nn.Module, steps: int) -> Arm:
-    module = copied(network).to(device=settings.device, dtype=DTYPES[dtype])
-    optimizer = make_optimizer(settings)(module.parameters())
-    schedule = make_scheduler(settings)
-    scheduler = schedule(optimizer, settings.steps) if schedule else None
-    return Arm(role, dtype, module, optimizer, unfolded, steps, scheduler=scheduler)

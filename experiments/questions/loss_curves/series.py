@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from driftlab.outcomes import tail_of
 from experiments.questions.loss_curves.networks import NETWORKS, Network
 
 Values = Mapping[int, dict]
@@ -40,7 +41,7 @@ def tail_loss(seed: Seed, role: str) -> float | None:
     arm = f"{role}.float32"
     curve = seed["curves"][arm]
     end = curve["step"][-1]
-    losses = [v for s, v in zip(curve["step"], curve["loss"], strict=True) if s > end - max(1, end // 10)]
+    losses = [v for s, v in zip(curve["step"], curve["loss"], strict=True) if s > end - tail_of(end)]
     return None if seed["blown_up_at"][arm] is not None else fmean(losses)
 
 
