@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
+
+from suite.command import supervision
+
+if __name__ == "__main__":
+    supervision.begin()  # before all that takes its time to import, so that no moment is without a watch
 
 import hydra
 from omegaconf import DictConfig
 
-from experiments import command_line, cores, jobs
-from experiments.outcome import Ended
-from experiments.seeds import fan_out
+from suite.command import command_line, jobs, machine
+from suite.command.seeds import fan_out
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
-def job(config: DictConfig) -> Ended:
+def job(config: DictConfig) -> jobs.Ended:
     """One Hydra job: all seeds of one experiment, or with --multirun one of them."""
     return jobs.carry_out(config)
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def show(config: DictConfig) -> None:
+    """The settings as a run of them would have them on this machine (``--cfg job --resolve``)."""
+    jobs.show(config)
 
 
 def main(arguments: list[str]) -> int:
@@ -26,19 +37,19 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises to us instead of printing and exiting
     try:
         command_line.check(arguments)
-        cores.register_resolver()
-        sys.argv[1:] = fan_out(arguments)
-        job()
-    except KeyboardInterrupt:
-        print("interrupted: the same command goes on from here", file=sys.stderr)
-        return 130
+        machine.register_resolvers()
+        given, resolved = command_line.without_resolve(arguments)
+        sys.argv[1:] = fan_out(given)
+        show() if resolved else job()
     except Exception as error:
-        line = command_line.explain(error)
-        if line is None:
+        supervision.raise_if_stopped()
+        if not jobs.say_at_the_end(error):
             raise
-        jobs.refuse(line)
+    except SystemExit as asked:  # Hydra's own: of --hydra-help, or 2 of an option that it does not know
+        if asked.code:
+            raise
     return jobs.exit_status()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    supervision.end(partial(main, sys.argv[1:]))

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from driftlab.batch_invariance import batch_invariant
     from driftlab.diagnosis import Diagnosis, diagnose
     from driftlab.finite.check import GradientCheck, gradient_check
-    from driftlab.pair import DiagnoseError
-    from driftlab.verdict import Evidence, Place, Verdict
+    from driftlab.words import DiagnoseError, Evidence, Place, Verdict
+
+    __version__: str
 
 __all__ = [
     "DiagnoseError",
@@ -23,6 +24,7 @@ __all__ = [
     "GradientCheck",
     "Place",
     "Verdict",
+    "__version__",
     "assert_equivalent",
     "batch_invariant",
     "diagnose",
@@ -34,21 +36,26 @@ _HOMES = {
     "batch_invariant": "driftlab.batch_invariance",
     "diagnose": "driftlab.diagnosis",
     "Diagnosis": "driftlab.diagnosis",
-    "DiagnoseError": "driftlab.pair",
-    "Evidence": "driftlab.verdict",
+    "DiagnoseError": "driftlab.words",
+    "Evidence": "driftlab.words",
     "GradientCheck": "driftlab.finite.check",
     "gradient_check": "driftlab.finite.check",
-    "Place": "driftlab.verdict",
-    "Verdict": "driftlab.verdict",
+    "Place": "driftlab.words",
+    "Verdict": "driftlab.words",
 }
 
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
 
-def __getattr__(name: str) -> object:
-    """Names are imported when they are asked for, so that judging and reports need no torch."""
-    import importlib
+    def __getattr__(name: str) -> object:
+        """Names are imported when they are asked for, so that judging and reports need no torch."""
+        import importlib
 
-    if name not in _HOMES:
-        raise AttributeError(f"module 'driftlab' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
-    globals()[name] = value
-    return value
+        if name == "__version__":
+            from driftlab.record.files import version
+
+            return version()
+        if name not in _HOMES:
+            raise AttributeError(f"module 'driftlab' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value

@@ -3,74 +3,95 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from driftlab.calling import calling
+from driftlab.arguments import check_tensors, the_seed
+from driftlab.arithmetic.passes import CannotRunError
 from driftlab.diagnosis import sgd
-from driftlab.distance import named_leaves
-from driftlab.examination import Examination
-from driftlab.findings.determinism import ask_determinism
-from driftlab.findings.fewer import ask_fewer_samples
-from driftlab.findings.function import ask_function
-from driftlab.findings.precision import ask_precision
-from driftlab.findings.rewritten import ask_rewritten_modules
-from driftlab.findings.start import ask_same_start
-from driftlab.pair import Rewrite, the_pair
-from driftlab.subject import Subject
-from driftlab.verdict import Finding, Verdict
-
-_ASKED = (
-    ask_determinism,
-    ask_function,
-    ask_fewer_samples,
-    ask_same_start,
-    ask_rewritten_modules,
-    ask_precision,
-)
+from driftlab.network.calling import calling, cast, named_leaves
+from driftlab.network.pair import Pair, Rewrite, the_pair
+from driftlab.probes import every_probe
+from driftlab.probes.examination import Examination, examine
+from driftlab.probes.probe import Probe
+from driftlab.process import measuring
+from driftlab.refusing import told
+from driftlab.threads import threads_for
+from driftlab.words import DiagnoseError, Finding, Status, Verdict
 
 
+@measuring()
 def assert_equivalent(
     reference: nn.Module,
     candidate: nn.Module | Rewrite,
     inputs: object,
     *,
-    fold: Callable | None = None,
+    fold: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
     seed: int = 0,
 ) -> None:
     """Assert that ``candidate`` computes what ``reference`` does: outputs, all gradients, buffers, eval mode.
 
     No tolerance is asked for: what rounding may do is measured on the spot, since a difference in the
     function stays where the float32 path is computed in float64, and rounding does not. Both are left as they
-    are.
+    are, and so are the program's settings and random state; inside, float32 has all its bits (no TF32).
 
     Args:
         reference, candidate: modules from the same weights; the candidate may be a function of the reference.
-        inputs: a tensor, or a tuple or dict of arguments, float32, on the modules' device.
+        inputs: a tensor, or a tuple or dict of arguments, taken in float32, on the modules' device.
         fold: from the candidate's tensors to the reference's, by name; found by value where None.
         seed: of the output gradients that are sent back, and of random layers.
 
     Raises:
         AssertionError: they differ: what, where, by how much.
-        DiagnoseError: one of them does not run, or the arguments are not what they should be.
+        DiagnoseError: one of them does not run, or the arguments are not what they should be; in one line,
+            with the file and line of the code that raised.
     """
-    mine, theirs, found = the_pair(reference, candidate, fold)
-    call = calling(mine, inputs)
-    subject = Subject(mine, theirs, found, random_sum(seed), sgd, sgd, call, seed)
-    examination = Examination(subject, (_wanting_gradients(inputs), None), trains=False)
-    with torch.random.fork_rng(devices=[]):
-        for ask in _ASKED:
-            ask(examination)
-            failed = [f for f in examination.findings if _fails(f)]
-            if failed:
-                raise AssertionError(_message(failed[0], examination))
+    with torch.inference_mode(False), torch.enable_grad(), told("assert_equivalent stops", memory=True):
+        mine, theirs, found = the_pair(reference, candidate, fold)
+        check_tensors("inputs", inputs)
+        given, loss = _wanting_gradients(cast(inputs, torch.float32)), random_sum(the_seed(seed))
+        pair = Pair(mine, theirs, found, loss, _optimizer, _optimizer, calling(mine, given), seed)
+        examination = Examination(pair, (given, None), trains=False)
+        # there is no training beside them that would run compiled code: all of them do
+        asked = [replace(probe, as_compiled=True) for probe in every_probe() if probe.asserted]
+        with threads_for(given, mine, theirs):
+            wrong = _first_wrong(examination, asked)
+    if wrong:
+        raise AssertionError(wrong)
 
 
-def _fails(finding: Finding) -> bool:
-    return finding.evidence.supports in (Verdict.BUG, Verdict.REDUCED_PRECISION, Verdict.NONDETERMINISTIC)
+def _first_wrong(examination: Examination, asked: Iterable[Probe]) -> str | None:
+    """What to say of the first finding that the two differ by."""
+    try:
+        for finding in examine(examination, asked):
+            if wrong := _wrong(finding, examination):
+                return wrong
+    except CannotRunError as error:
+        raise DiagnoseError(f"a module does not run on these inputs: {error}") from error
+    if not examination.network.finite(loss=False):
+        raise DiagnoseError(
+            "no output of the reference is finite: give inputs on which something could differ"
+        )
+    return None
+
+
+def _optimizer(module: nn.Module) -> Optimizer:
+    return sgd(module.parameters())
+
+
+def _wrong(finding: Finding, examination: Examination) -> str | None:
+    if opening := _OPENINGS.get(finding.evidence.supports):
+        return _message(opening, finding, examination)
+    if finding.decides and finding.evidence.status in (Status.REFUSED, Status.FAILED):
+        raise DiagnoseError(
+            f"the probe {finding.evidence.probe} could not answer: {finding.evidence.reading}"
+        )
+    return None
 
 
 def random_sum(seed: int) -> Callable[[object, object], Tensor]:
@@ -83,6 +104,8 @@ def random_sum(seed: int) -> Callable[[object, object], Tensor]:
             weights = torch.randn(output.shape, generator=generator).to(output.device)
             part = (output * weights).sum()
             total = part if total is None else total + part
+        if total is None or not any(output.numel() for output in named_leaves(outputs).values()):
+            raise DiagnoseError("the outputs hold no floating number: there is nothing to compare")
         return total
 
     return loss
@@ -96,16 +119,16 @@ def _wanting_gradients(inputs: object) -> object:
     return pytree.tree_map_only(Tensor, fresh, copy.copy(inputs))
 
 
-_OPENINGS = {
+_OPENINGS: dict[Verdict | None, str] = {
     Verdict.BUG: "The candidate is not the same function as the reference",
     Verdict.REDUCED_PRECISION: "The candidate computes in fewer bits than the reference",
     Verdict.NONDETERMINISTIC: "A comparison would mean nothing",
 }
 
 
-def _message(failed: Finding, examination: Examination) -> str:
+def _message(opening: str, failed: Finding, examination: Examination) -> str:
     e = failed.evidence
-    lines = [f"{_OPENINGS[e.supports]}!", "", e.reading, ""]
+    lines = [f"{opening}!", "", e.reading, ""]
     if failed.place:
         lines.append(f"Where: {failed.place.pass_} of {failed.place.module or 'the module itself'}")
     if e.measured is not None:

@@ -7,12 +7,14 @@ order: ``batch_invariant`` feeds it chunks of a fixed size, the last one filled 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
+
+from driftlab.process import settled
 
 # What may stand among the outputs beside tensors.
 PLAIN = (str, bool, int, float, type(None))
@@ -28,6 +30,12 @@ class BatchInvariant(nn.Module):
         self.training = module.training  # of its own: parts may be in another mode
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # its kernels are chosen once, under the settings of the program
+            return self._in_chunks(*args, **kwargs)
+        with settled(tf32=None):
+            return self._in_chunks(*args, **kwargs)
+
+    def _in_chunks(self, *args: Any, **kwargs: Any) -> Any:
         _refuse_interacting_rows(self.module)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         rows = _batch_size(leaves)
@@ -37,7 +45,7 @@ class BatchInvariant(nn.Module):
         joined = [_joined(pieces) for pieces in zip(*(part for part, _ in parts), strict=True)]
         return pytree.tree_unflatten(joined, parts[0][1])
 
-    def _chunk(self, leaves: list, spec: Any, start: int, rows: int) -> tuple[list, Any]:
+    def _chunk(self, leaves: list[Any], spec: Any, start: int, rows: int) -> tuple[list[object], Any]:
         """The leaves of the outputs for the rows from ``start`` on, and how they are nested."""
         kept = min(self.chunk, rows - start)
         filled = [_filled(t, start, kept, self.chunk) if _is_batched(t) else t for t in leaves]
@@ -64,9 +72,10 @@ def batch_invariant(module: nn.Module, chunk: int = 8) -> BatchInvariant:
     and no gradient flows through them. Each chunk is copied to memory of its own, in the default layout, for
     kernels may depend on strides and alignment too. With ``chunk=1`` the place does not matter either.
 
-    It holds as long as device, library versions, number of threads and settings such as TF32 stay the same
-    and kernels are chosen by shape, not by timing (``torch.backends.cudnn.benchmark=False``). A module that
-    mixes the rows of a batch by code of its own is not recognised; it would then mix those of a chunk.
+    It holds as long as device, library versions, number of threads and settings such as TF32 stay the same.
+    Kernels that are chosen by timing, or that sum in any order, are off while it computes, whatever the
+    program has set (compiled code has the program's settings). A module that mixes the rows of a batch by
+    code of its own is not recognised; it would then mix those of a chunk.
 
     Args:
         module: in eval mode. Its inputs and outputs are tensors, or tuples, lists and dicts of them; the
@@ -97,11 +106,11 @@ def _refuse_interacting_rows(module: nn.Module) -> None:
             )
 
 
-def _is_batched(leaf: object) -> bool:
+def _is_batched(leaf: object) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
-def _batch_size(leaves: list) -> int:
+def _batch_size(leaves: list[Any]) -> int:
     lengths = sorted({t.shape[0] for t in leaves if _is_batched(t)})
     if len(lengths) != 1:
         found = "have no rows" if not lengths else f"have {' and '.join(map(str, lengths))} rows"
@@ -118,7 +127,7 @@ def _filled(tensor: Tensor, start: int, kept: int, chunk: int) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-def _joined(pieces: tuple) -> object:
+def _joined(pieces: tuple[Any, ...]) -> object:
     """Of all chunks; what is no tensor may hold rows, unless it is plain and the same in each."""
     first = pieces[0]
     if isinstance(first, Tensor):

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from driftlab.calling import calling
-from driftlab.examination import Examination, examined
-from driftlab.findings.late import ask_last, ask_later, ask_repeat, ask_since
-from driftlab.late import Snapshots
-from driftlab.lockstep import cast
-from driftlab.pair import DiagnoseError, Rewrite, the_pair
-from driftlab.pairs import first_excess
-from driftlab.probes.arithmetic import CannotRunError
-from driftlab.records import SeedRecord
-from driftlab.rules import judge, settled_by
-from driftlab.shadow import eager
-from driftlab.subject import Subject
-from driftlab.verdict import Evidence, Finding, Judgement, Place, Verdict
-from driftlab.window import Batches, Window
+from driftlab.arguments import stepping, the_batches, the_seed, the_steps
+from driftlab.arithmetic.passes import CannotRunError
+from driftlab.arithmetic.shadow import eager
+from driftlab.blame import described, is_out_of_memory, theirs
+from driftlab.inquiry import Examined, before_training, inquire
+from driftlab.lockstep.arm import ONE_WEIGHT
+from driftlab.lockstep.window import Batches, Snapshots, Window
+from driftlab.network.calling import calling, copied, named_leaves, own_batch
+from driftlab.network.loss import Loss, loss_in
+from driftlab.network.pair import Pair, Rewrite, the_pair
+from driftlab.probes.repeat import ask_repeat
+from driftlab.process import measuring
+from driftlab.record.seed_record import SeedRecord
+from driftlab.refusing import told
+from driftlab.threads import threads_for
+from driftlab.verdict.envelope import window_pair
+from driftlab.verdict.rules import judge
+from driftlab.words import DiagnoseError, Evidence, Finding, Place, Verdict, settled_by
 
 
 @dataclass(frozen=True)
@@ -36,17 +41,19 @@ class Diagnosis:
         headline: the same in a sentence.
         where: module, pass and step, where the verdict has a place.
         evidence: every question that was asked, with measured value, threshold and reading.
+        threads: with how many torch computed; with another number sums are rounded in another order.
     """
 
     verdict: Verdict
     headline: str
     where: Place | None
     evidence: list[Evidence]
+    threads: int = 1
 
     def __str__(self) -> str:
         from driftlab.table import as_table
 
-        return as_table(self)
+        return as_table(self.verdict, self.headline, self.where, self.evidence)
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -54,21 +61,26 @@ def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
+@measuring()
 def diagnose(
     reference: nn.Module,
     candidate: nn.Module | Rewrite,
     batches: Iterable[tuple[object, object]],
-    loss: Callable[[object, object], Tensor] = F.cross_entropy,
+    loss: Callable[[Any, Any], Tensor] = F.cross_entropy,
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = sgd,
     candidate_optimizer: Callable[[nn.Module], Optimizer] | None = None,
     steps: int = 20,
-    fold: Callable | None = None,
+    fold: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
     seed: int = 0,
+    *,
+    threads: int | None = None,
 ) -> Diagnosis:
     """Say whether ``candidate`` computes and trains as ``reference`` does, and if not, where it departs.
 
     Probes come first, which need no training; then, unless they settle it, both are trained in lockstep in
-    float32 and float64 beside controls nudged by one ulp. Nothing that is handed over is changed.
+    float32 and float64 beside controls nudged by one ulp. Nothing that is handed over is changed. All of it
+    runs with every bit of float32 (no TF32) and kernels that repeat themselves, whatever the program has set;
+    its settings and torch's random state are afterwards what they were.
 
     Args:
         reference: the network as it was.
@@ -76,7 +88,8 @@ def diagnose(
             deep copy of the reference.
         batches: pairs ``(inputs, targets)``, repeated as needed. Inputs are a tensor, or a tuple or dict of
             arguments; they lie on the networks' device.
-        loss: ``loss(outputs, targets)``, a scalar tensor.
+        loss: ``loss(outputs, targets)``, a scalar tensor. The tensors of a loss module, or of a ``partial``,
+            follow the dtype; those that a function closes over do not.
         optimizer: makes an optimizer of parameters.
         candidate_optimizer: makes the candidate's optimizer of the candidate module, for rewrites that change
             parameter groups; as ``optimizer`` where None.
@@ -84,97 +97,115 @@ def diagnose(
         fold: ``fold(tensors by the candidate's names) -> tensors by the reference's names``; found by value
             where None.
         seed: of the random layers and of the controls' nudges.
+        threads: of torch on the CPU, during this call. None takes one for small networks, which is faster,
+            see ``driftlab.threads``; a fault that only several threads bring about needs them.
 
     Raises:
         DiagnoseError: a network does not run on the batches, an argument is not what it should be.
     """
-    subject, kept = _subject(
-        reference, candidate, batches, loss, optimizer, candidate_optimizer, steps, fold, seed
-    )
-    was = torch.get_rng_state()
-    try:
-        record = diagnosed(subject, kept, steps)
-    except CannotRunError as error:
-        raise DiagnoseError(f"a network does not run on the first batch: {error}") from None
-    except Exception as error:  # whatever a stranger's forward, loss or optimizer raises later on
-        message = " ".join(str(error).split())[:200]
-        raise DiagnoseError(f"training stops with {type(error).__name__}: {message}") from error
-    finally:
-        torch.set_rng_state(was)
-    judgement = judge([record])
-    return _diagnosis(judgement)
+
+    with torch.inference_mode(False), torch.enable_grad(), told("diagnose stops", memory=True):
+        mine, other, found = the_pair(reference, candidate, fold)
+        steps = the_steps(steps, mine, other)
+        kept = the_batches(batches, steps)
+        of_module = stepping("optimizer", optimizer, nn.Module.parameters)
+        by = (
+            of_module if candidate_optimizer is None else stepping("candidate_optimizer", candidate_optimizer)
+        )
+        of_module(mine), by(other)
+        pair = Pair(mine, other, found, _own(loss), of_module, by, calling(mine, kept[0][0]), the_seed(seed))
+        try:
+            with threads_for(kept[0], mine, other, threads=threads) as count:
+                record = diagnosed(pair, kept, steps)
+        except CannotRunError as error:
+            raise DiagnoseError(f"a network does not run on the first batch: {error}") from error
+        judged = judge([record])
+    return Diagnosis(judged.verdict, judged.headline, judged.where, judged.evidence, count)
 
 
-def diagnosed(subject: Subject, batches: Batches, steps: int) -> SeedRecord:
+def _own(loss: Loss) -> Loss:
+    """The loss in float32, its tensors its own."""
+    if not callable(loss) or isinstance(loss, type):
+        raise DiagnoseError(f"loss is a {type(loss).__name__}: give a function of (outputs, targets)")
+    if isinstance(loss, nn.Module | partial):
+        return loss_in(
+            loss, lambda module: copied(module).float(), lambda held: own_batch(held, torch.float32)
+        )
+
+    def own(outputs: object, targets: object) -> Any:
+        try:
+            return theirs(loss, outputs, targets)
+        except RuntimeError as error:
+            wide = any(t.dtype == torch.float64 for t in named_leaves(outputs).values())
+            if is_out_of_memory(error) or not wide:
+                raise
+            hint = "tensors that a function closes over stay in their dtype: give a loss module, or a partial"
+            raise DiagnoseError(f"the loss does not run in float64: {described(error)}; {hint}") from error
+
+    return own
+
+
+def diagnosed(pair: Pair, batches: Batches, steps: int) -> SeedRecord:
     """All the evidence about a pair, as the record of one seed.
 
     Raises:
         CannotRunError: one of the two does not run at all.
+        DiagnoseError: the reference's loss is not finite before any update.
     """
-    found = examined(subject, batches[0])
+    training = InMemory(pair, batches, steps)
+    found, first = before_training(pair, batches[0])
+    if "network" in vars(first) and not settled_by(found.findings) and not first.network.finite(loss=True):
+        raise DiagnoseError("the reference's loss on the first batch is not finite: check batches and loss")
     with eager():
-        return _trained(subject, batches, steps, found)
+        record, findings = inquire(training, training.dated(found))
+    return replace(record, findings=findings)
 
 
-def _trained(subject: Subject, batches: Batches, steps: int, found: Examination) -> SeedRecord:
-    """The window, or, where the probes have settled it, the step from which it shows."""
-    if settled_by(found.findings):
-        verdict, decisive = settled_by(found.findings)
-        since = decisive
-        if verdict is Verdict.BUG:
-            since = ask_since(decisive, subject, batches, steps, found.float64)
-        findings = [since if f is decisive else f for f in found.findings]
-        return SeedRecord(subject.seed, [], [], {"arms": {}, "probes": _stored(findings)})
-    record = Window(subject, batches, steps, float64=found.float64).run()
-    second = Window(subject, batches, steps, dtypes=("float32",), controls=())
-    snapshots = Snapshots(subject, second)
-    findings = [*found.findings, ask_repeat(snapshots, record, second.record())]
-    if findings[-1].evidence.supports is None:
-        excess = first_excess([record], narrow=found.supports(Verdict.REDUCED_PRECISION))
-        findings += ask_later(subject, excess, lambda _: snapshots, lambda: ask_last(snapshots, steps))
-    return SeedRecord(
-        subject.seed, record.curves, record.evaluations, record.run | {"probes": _stored(findings)}
-    )
+class InMemory:
+    """A training for ``inquire``: a window in memory, the float32 pair twice over.
 
+    What the probes settle is not trained; of a fault that they found beside the training's path, it is seen
+    from which step on it shows.
+    """
 
-def _stored(findings: list[Finding]) -> list[dict]:
-    return [f.as_dict() for f in findings]
+    def __init__(self, pair: Pair, batches: Batches, steps: int):
+        self.pair, self._batches, self.steps = pair, batches, steps
 
+    def dated(self, found: Examined) -> Examined:
+        """With the step at which a fault beside the training's path begins to show in this training."""
+        settled = settled_by(found.findings)
+        if settled is None or settled[0] is not Verdict.BUG:
+            return found
+        since = self._since(settled[1], found.float64)
+        return replace(found, findings=[since if f is settled[1] else f for f in found.findings])
 
-def _diagnosis(judgement: Judgement) -> Diagnosis:
-    return Diagnosis(judgement.verdict, judgement.headline, judgement.where, judgement.evidence)
+    def train(self, found: Examined) -> SeedRecord:
+        if settled_by(found.findings):
+            return SeedRecord(self.pair.seed, [], [], {"arms": {}})
+        record = self._window(float64=found.float64).run()
+        self._second = self._window(dtypes=("float32",), controls=())
+        self._snapshots = Snapshots(self.pair, self._second)
+        return record
 
+    def after(self, found: Examined, record: SeedRecord) -> list[Finding]:
+        return [ask_repeat(self._snapshots, record, self._second.record())]
 
-def _subject(reference, candidate, batches, loss, optimizer, candidate_optimizer, steps, fold, seed):
-    if not isinstance(steps, int) or steps < 1:
-        raise DiagnoseError(
-            f"steps={steps!r}: give a whole number of updates, 1 or more (nine or more tell most)"
-        )
-    mine, theirs, found = the_pair(reference, candidate, fold)
-    kept = _batches(batches, steps)
-    subject = Subject(
-        mine,
-        theirs,
-        found,
-        loss,
-        lambda module: optimizer(module.parameters()),
-        candidate_optimizer or (lambda module: optimizer(module.parameters())),
-        calling(mine, kept[0][0]),
-        seed,
-    )
-    return subject, kept
+    def until(self, step: int) -> Snapshots:
+        return self._snapshots
 
+    def at_the_end(self) -> Snapshots:
+        return self._snapshots
 
-def _batches(batches: Iterable, steps: int) -> list:
-    kept = list(islice(iter(batches), steps + 1))
-    if not kept:
-        raise DiagnoseError("batches holds none: give an iterable of (inputs, targets)")
-    for batch in kept:
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            kind = (
-                f"{type(batch).__name__} of {len(batch)}"
-                if hasattr(batch, "__len__")
-                else type(batch).__name__
-            )
-            raise DiagnoseError(f"batches holds a {kind}: give pairs (inputs, targets)")
-    return [tuple(cast(part, torch.float32) for part in batch) for batch in kept]
+    def _window(self, **options: Any) -> Window:
+        return Window(self.pair, self._batches, self.steps, **options)
+
+    def _since(self, finding: Finding, float64: bool) -> Finding:
+        """The finding with the step from which the fault shows in this training, where it shows."""
+        if not finding.off_path or finding.place is None:
+            return finding
+        dtype = "float64" if float64 else "float32"
+        window = self._window(dtypes=(dtype,), controls=(ONE_WEIGHT,))
+        for step in window.walk():
+            if step and (excess := window_pair([window.record()], "candidate")[1]):
+                return finding.at_step(excess.since(finding.place.pass_))
+        return finding

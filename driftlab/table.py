@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from driftlab.diagnosis import Diagnosis
+from driftlab.words import Evidence, Place, Verdict
 
 WIDTH = 110
 
 
-def as_table(diagnosis: Diagnosis) -> str:
+def as_table(verdict: Verdict, headline: str, where: Place | None, evidence: Sequence[Evidence]) -> str:
     """Plain text, ``WIDTH`` columns wide."""
     table = Table("asked", "measured", "threshold", "for", "reading", box=box.SIMPLE_HEAD, pad_edge=False)
-    for e in diagnosis.evidence:
+    for e in evidence:
         table.add_row(e.probe, number(e.measured), number(e.threshold), e.supports or "", e.reading)
     text = io.StringIO()
     console = Console(file=text, width=WIDTH, no_color=True, highlight=False, markup=False, emoji=False)
-    console.print(f"{diagnosis.verdict}: {diagnosis.headline}", soft_wrap=True)
-    if diagnosis.where:
-        console.print(f"place: {diagnosis.where}")
+    console.print(f"{verdict}: {headline}", soft_wrap=True)
+    if where:
+        console.print(f"place: {where}")
     console.print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 

@@ -24,16 +24,18 @@ import torch  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
-from driftlab.arm import DTYPES, Arm  # noqa: E402
-from driftlab.lockstep import Lockstep, cast  # noqa: E402
-from experiments.configuration import register_resolvers, resolve  # noqa: E402
-from experiments.data.batches import Batches  # noqa: E402
-from experiments.data.chosen import load_images  # noqa: E402
-from experiments.data.images import Images  # noqa: E402
-from experiments.loggers import MetricsLogger  # noqa: E402
-from experiments.recorder import Recorder  # noqa: E402
-from experiments.seed_run import build, fit  # noqa: E402
-from experiments.terminal import Terminal  # noqa: E402
+from driftlab.lockstep.arm import DTYPES, Arm  # noqa: E402
+from driftlab.lockstep.loop import Lockstep  # noqa: E402
+from driftlab.network.calling import cast  # noqa: E402
+from suite.command.configuration import register_resolvers, resolve  # noqa: E402
+from suite.data import load_images  # noqa: E402
+from suite.data.batches import Batches  # noqa: E402
+from suite.data.images import Images  # noqa: E402
+from suite.running.building import build  # noqa: E402
+from suite.running.recorder import Recorder  # noqa: E402
+from suite.running.seed_run import fit  # noqa: E402
+from suite.showing.loggers import MetricsLogger  # noqa: E402
+from suite.showing.terminal import Terminal  # noqa: E402
 
 CASES = {
     "default arms, every step logged": ["log_schedule.dense=1000000"],

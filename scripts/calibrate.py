@@ -19,10 +19,9 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from driftlab.records import write_whole  # noqa: E402
-from experiments.calibration.bench import Outcome, confusion, run_case  # noqa: E402
-from experiments.calibration.case import all_cases  # noqa: E402
-from experiments.calibration.summary import HEADER, VERDICTS, as_csv, as_markdown, rates, read_csv  # noqa: E402
+from bench.run import Outcome, all_cases, confusion, run_case  # noqa: E402
+from bench.summary import HEADER, VERDICTS, as_csv, as_markdown, rates, read_csv  # noqa: E402
+from driftlab.record.seed_record import write_whole  # noqa: E402
 
 PUBLISHED = ROOT / "results" / "published" / "calibration"
 

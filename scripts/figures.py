@@ -9,19 +9,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from driftlab.records import RecordError  # noqa: E402
-from driftlab.report.static import WIDTHS, read_run, write_curves  # noqa: E402
+from driftlab.record.seed_record import RecordError  # noqa: E402
+from driftlab.report.paper import WIDTHS, read_run, write_curves  # noqa: E402
+from suite.command.errors import ConfigurationError, one_line  # noqa: E402
+from suite.reading.judging import check_no_links  # noqa: E402
 
 
 def main() -> int:
     arguments = _arguments()
     try:
         records = read_run(arguments.run)
+        if arguments.out is None:
+            check_no_links(arguments.run / "figures")
         curves = write_curves(records, arguments.out or arguments.run / "figures", arguments.width)
-    except RecordError as error:
+    except (RecordError, ConfigurationError) as error:
         return _refuse(str(error))
     except OSError as error:
         return _refuse(f"{error.filename} cannot be written ({error.strerror}): write --out FOLDER")
+    except Exception as error:  # whatever a stranger's records bring about
+        return _refuse(f"{arguments.run} cannot be drawn: {one_line(error)}")
     for path in curves.files:
         print(path)
     print(f"caption: {curves.caption}")

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from experiments.data import DataError, cifar10
+from suite.data import DataError, cifar10
 
 
 def main() -> int:

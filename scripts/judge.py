@@ -4,21 +4,28 @@
     python scripts/judge.py RUN RUN --fail-on bug,unstable    ends with exit status 3 on these verdicts
     python scripts/judge.py --compare A B [--out FOLDER]      writes compare.html (into A's folder)
 
-exit status: 0 judged, whatever the verdicts; 2 something cannot be judged; 3 a verdict of --fail-on
+exit status: 0 judged, whatever the verdicts; 2 something cannot be judged; 3 a verdict of --fail-on;
+             130 Ctrl-C; 143 SIGTERM
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from driftlab.verdict import Verdict  # noqa: E402
-from experiments.errors import ConfigurationError  # noqa: E402
+from suite.command import supervision  # noqa: E402
+
+if __name__ == "__main__":
+    supervision.begin()  # Ctrl-C, and whatever a stranger's folder brings about, is one line
+
+from driftlab.words import Verdict  # noqa: E402
+from suite.command.errors import ConfigurationError  # noqa: E402
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,11 +67,11 @@ def main(arguments: list[str]) -> int:
         listed = verdicts(options.fail_on)
         # here, so that --help and a misspelt option are answered at once
         if options.compare:
-            from experiments.comparing import compare
+            from suite.reading.comparing import compare
 
             compare(*options.compare, options.out)
             return 0
-        from experiments.rejudging_table import judge_all
+        from suite.reading.archive import judge_all
 
         return judge_all(options.runs, listed)
     except ConfigurationError as error:
@@ -73,4 +80,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    supervision.end(partial(main, sys.argv[1:]))

@@ -29,7 +29,9 @@ from pathlib import Path
 from loopback_processes import DAEMONS, daemons, job_processes, send
 
 # Waits are short, so that what goes wrong shows within seconds. A requeued job waits for cred_expire
-# (120 s by default, and for any value below 5), a silent node is down after SlurmdTimeout (300 s by default).
+# (120 s by default, and for any value below 5), a silent node is down after SlurmdTimeout (300 s by default;
+# with 10 s the other node went down too where the machine was busy). Where processes take long to end, a node
+# is drained after UnkillableStepTimeout (60 s by default), and stays so.
 CONFIGURATION = """\
 ClusterName=loopback
 SlurmctldHost={host}(127.0.0.1)
@@ -53,7 +55,8 @@ SlurmdParameters=config_overrides
 EnforcePartLimits=ALL
 SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=1
 KillWait=2
-SlurmdTimeout=10
+SlurmdTimeout=30
+UnkillableStepTimeout=300
 ReturnToService=2
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
@@ -84,6 +87,8 @@ def start(folder: Path, nodes: int, cpus: int) -> None:
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
             raise SlurmError(f"{name} does not start ({reason}): see the logs in {folder}")
+    for name in shown_nodes(folder, "drain"):  # a node that somebody's crash left so takes no job any more
+        run(folder, "scontrol", "update", f"NodeName={name}", "State=RESUME")
     if not wait_until(lambda: all_up(folder), 60):
         raise SlurmError(f"the nodes do not come up within 60 s: see the logs in {folder}")
 
@@ -159,6 +164,11 @@ def all_up(folder: Path) -> bool:
     shown = run(folder, "sinfo", "--noheader", "--Node", "--format=%T")
     up = {"idle", "mixed", "allocated", "completing"}
     return shown.returncode == 0 and set(shown.stdout.split()) <= up
+
+
+def shown_nodes(folder: Path, state: str) -> list[str]:
+    """The names of the nodes in a state."""
+    return run(folder, "sinfo", "--noheader", "--Node", f"--states={state}", "--format=%N").stdout.split()
 
 
 def program(name: str) -> str | None:

@@ -8,8 +8,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from driftlab.records import RecordError  # noqa: E402
-from experiments.publishing import publish  # noqa: E402
+from suite.command.errors import ConfigurationError, one_line  # noqa: E402
+from suite.reading.publishing import publish  # noqa: E402
 
 
 def main(runs: list[str]) -> int:
@@ -19,8 +19,11 @@ def main(runs: list[str]) -> int:
     for run in runs:
         try:
             print(publish(Path(run), ROOT / "results" / "published"))
-        except RecordError as error:
+        except ConfigurationError as error:
             print(f"error: {error}", file=sys.stderr)
+            return 2
+        except Exception as error:  # whatever a stranger's records bring about
+            print(f"error: {run} cannot be published: {one_line(error)}", file=sys.stderr)
             return 2
     return 0
 

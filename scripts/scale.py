@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from driftlab import records  # noqa: E402
+from driftlab.record import seed_record as records  # noqa: E402
 
 MIB = 2**20
 COLUMNS = ("seeds", "judged in", "processor", "peak memory", "report.html", "verdict.json")

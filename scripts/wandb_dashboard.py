@@ -18,8 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from experiments.errors import ConfigurationError, one_line  # noqa: E402
-from experiments.loggers.weights_and_biases import logged_in  # noqa: E402
+from suite.command.errors import ConfigurationError, one_line  # noqa: E402
+from suite.showing.loggers.weights_and_biases import logged_in  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
@@ -48,7 +48,7 @@ def _asked(arguments: list[str]) -> argparse.Namespace:
 
 
 def _show(asked: argparse.Namespace) -> None:
-    from experiments.dashboard import report, specs, workspace
+    from suite.showing.dashboard import report, specs, workspace
 
     built = workspace(asked.project, asked.entity), report(asked.project, asked.entity)
     print(json.dumps(specs(*built), indent=1))
@@ -62,7 +62,7 @@ def _save(asked: argparse.Namespace) -> None:
         )
     import wandb
 
-    from experiments.dashboard import report, saved, workspace
+    from suite.showing.dashboard import report, saved, workspace
 
     with refusals():
         entity = asked.entity or wandb.Api().default_entity

@@ -5,20 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from driftlab.calling import calling
-from driftlab.copying import copied
-from driftlab.finite.decision import Outcome, decided
+from driftlab.arguments import the_seed
+from driftlab.finite.decision import Outcome, Result, decided
 from driftlab.finite.differences import Difference
-from driftlab.finite.point import Point
+from driftlab.finite.point import Loss, Point
 from driftlab.finite.suspect import Suspect
 from driftlab.finite.wording import seen
-from driftlab.lockstep import own_batch, seed_random_layers
-from driftlab.pair import DiagnoseError
+from driftlab.network.calling import calling, copied, own_batch, seed_random_layers
+from driftlab.process import measuring
+from driftlab.refusing import whole_number
+from driftlab.words import DiagnoseError
 
 DIRECTIONS = 3
 
@@ -52,10 +54,11 @@ class GradientCheck:
         return f"gradient check: {self.outcome}. {self.reading}"
 
 
+@measuring()
 def gradient_check(
-    module: nn.Module | Callable,
+    module: nn.Module | Callable[..., Any],
     inputs: object,
-    loss: Callable[[object], Tensor] | None = None,
+    loss: Callable[[Any], Tensor] | None = None,
     *,
     directions: int = DIRECTIONS,
     seed: int = 0,
@@ -87,26 +90,24 @@ def gradient_check(
         DiagnoseError: the network or its loss does not run in float64, or there is nothing to check.
     """
     began = time.perf_counter()
-    for name, number, least in (("directions", directions, 2), ("seed", seed, 0)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise DiagnoseError(f"{name}={number!r}: give a whole number, {least} or more")
+    directions, seed = whole_number("directions", directions, 2), the_seed(seed)
     network = module if isinstance(module, nn.Module) else _Function(module)
     loss = loss or _random_sum(seed)
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     # a check under no_grad or inference_mode is a check all the same
-    with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=devices):
+    with torch.inference_mode(False), torch.enable_grad():
         point = _running(lambda: Point(network, inputs, loss, seed), network is not module)
         gradient = _gradient(point, network, inputs, loss, seed)
         if isinstance(gradient, str):
-            outcome, reading, suspect, found = Outcome.FAIL, gradient, None, []
+            result: Result = Outcome.FAIL, gradient, None, []
         else:
-            outcome, reading, suspect, found = decided(point, gradient, directions, seed)
+            result = decided(point, gradient, directions, seed)
+    outcome, reading, suspect, found = result
     seconds = time.perf_counter() - began
     return GradientCheck(outcome, reading, suspect, seen(found), tuple(found), point.evaluations, seconds)
 
 
 class _Function(nn.Module):
-    def __init__(self, function: Callable):
+    def __init__(self, function: Callable[..., Any]):
         super().__init__()
         self.forward = function
 
@@ -140,7 +141,9 @@ def _running(make: Callable[[], Point], closes_over: bool) -> Point:
     return point
 
 
-def _gradient(point: Point, network: nn.Module, inputs: object, loss: Callable, seed: int) -> dict | str:
+def _gradient(
+    point: Point, network: nn.Module, inputs: object, loss: Loss, seed: int
+) -> dict[str, Tensor] | str:
     """Autograd's gradient; in a sentence what is wrong with it, where it cannot be a gradient.
 
     Raises:
@@ -161,7 +164,7 @@ def _gradient(point: Point, network: nn.Module, inputs: object, loss: Callable, 
     return f"autograd's gradient of {bad[0]} is not finite, and the loss is" if bad else gradient
 
 
-def _runs_in_float32(network: nn.Module, inputs: object, loss: Callable, seed: int) -> bool:
+def _runs_in_float32(network: nn.Module, inputs: object, loss: Loss, seed: int) -> bool:
     """Whether it is the float64 that the backward pass cannot do."""
     twin, own = copied(network).float(), own_batch(inputs, torch.float32)
     floating = [t for t in pytree.tree_leaves(own) if isinstance(t, Tensor) and t.is_floating_point()]

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from driftlab.evidence import UNIT_ROUND_OFF
+from driftlab.arithmetic.kinks import sign_flips
 from driftlab.finite.point import Move, Point
-from driftlab.kinks import sign_flips
+from driftlab.rounding import UNIT_ROUND_OFF
 
 FIRST_STEP = 2.0**-16
 LEAST_STEP = 2.0**-42  # below, a difference of float64 numbers keeps fewer than 11 bits of the step

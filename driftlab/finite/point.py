@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from driftlab.calling import calling
+from driftlab.arithmetic.kinks import KinkSides, kink_sides
+from driftlab.arithmetic.shadow import eager
 from driftlab.finite.narrow import narrow_dtype, nodes
 from driftlab.finite.widening import input_leaves, widened_copy
-from driftlab.kinks import KinkSides, kink_sides
-from driftlab.lockstep import seed_random_layers
-from driftlab.pair import DiagnoseError
-from driftlab.shadow import eager
+from driftlab.network.calling import calling, seed_random_layers
+from driftlab.network.loss import one_number
+from driftlab.words import DiagnoseError
 
 Loss = Callable[[object], Tensor]
 Move = Mapping[str, Tensor]  # of some leaves, in their shapes
@@ -149,13 +149,7 @@ class Point:
         # copies, since a network may write into what it is given, which no leaf allows
         inputs = pytree.tree_map_only(Tensor, lambda t: t.clone(), self.inputs)
         with eager():
-            loss = self.loss(self.call(self.module, inputs))
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
-            what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise DiagnoseError(f"loss(outputs) is not one real number but {what}: sum or average it")
-        if not loss.requires_grad:
-            raise DiagnoseError("the loss depends on no parameter and no input: everything is detached")
-        return loss.reshape(())
+            return one_number(self.loss(self.call(self.module, inputs)))
 
 
 def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from driftlab.evidence import UNIT_ROUND_OFF
+from driftlab.rounding import UNIT_ROUND_OFF
 
 UNITS = UNIT_ROUND_OFF | {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from driftlab.copying import carry_hooks, copied
-from driftlab.pair import DiagnoseError
+from driftlab.network.calling import carry_hooks, copied
+from driftlab.words import DiagnoseError
 
 _WIDE = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
 

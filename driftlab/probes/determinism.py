@@ -1,22 +1,24 @@
-"""Does a network repeat itself, bit for bit, from the same state, batch and random seed?
+"""Does each network repeat itself? Asked before all else, and again before anybody is accused.
 
-The gate before all else: where it does not, no later difference means anything. Each network is run
-``REPEATS`` times over, forward, backward and in eval mode.
+Where it does not, no later difference means anything. Each network is run ``REPEATS`` times over, forward,
+backward and in eval mode.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from driftlab.copying import copied
-from driftlab.distance import named_leaves
-from driftlab.lockstep import seed_random_layers
-from driftlab.probes.arithmetic import Passes, Recorded, own_inputs, run
-from driftlab.probes.difference import PASSES, distance, same_values
+from driftlab.arithmetic.difference import PASSES, distance, same_values
+from driftlab.arithmetic.passes import Passes, Recorded, own_inputs, run
+from driftlab.network.calling import copied, named_leaves, seed_random_layers
+from driftlab.probes.examination import Examination
+from driftlab.probes.probe import Probe
+from driftlab.process import noticed
+from driftlab.words import Finding, Place, Verdict
 
 # A fault that strikes in one run of eight slips through four repetitions in three cases of five; the window's
 # second run, twenty steps and more, is what catches the rare ones.
@@ -45,6 +47,11 @@ def repeats(network: nn.Module, whole: Recorded, seed: int = 0, times: int = REP
             if found := _moved(first, again, pass_):
                 return _located(network, whole, seed, pass_, *found)
     return None
+
+
+def is_compiled(network: nn.Module) -> bool:
+    """Whether TorchScript or ``torch.compile`` has a part in it."""
+    return any(isinstance(m, torch.jit.ScriptModule) or hasattr(m, "_orig_mod") for m in network.modules())
 
 
 def _located(network: nn.Module, whole: Recorded, seed: int, pass_: str, name: str, floor: float) -> Wobble:
@@ -99,3 +106,56 @@ def _outputs(network: nn.Module, whole: Recorded, seed: int, mode: str) -> list[
     with torch.no_grad():
         whole.call(network, *own_inputs(whole))
     return seen
+
+
+# Before an accusation. A fault that strikes one call in eight stays hidden in one case in ten thousand.
+AGAIN_NETWORK, AGAIN_MODULE = 8, 64
+
+
+def ask(found: Examination) -> Iterator[Finding]:
+    pair = found.pair
+    for role in ("reference", "candidate"):
+        network = getattr(pair, role)
+        with noticed(f"the {role}"):
+            wobble = repeats(network, found.whole, pair.seed)
+            if wobble and is_compiled(network):  # its first calls are what it is optimised by
+                wobble = repeats(network, found.whole, pair.seed)
+        if wobble:
+            yield _accused(found, role, wobble)
+            return
+    yield PROBE.finding(0.0, None, "both do")
+
+
+def _accused(found: Examination, role: str, wobble: Wobble) -> Finding:
+    known = found.pair.reference_name(wobble.module) if role == "candidate" else wobble.module
+    says = (
+        f"the {role} does not: {{place}} moves by {wobble.floor:.2g} (relative) from run to run, "
+        "so that no difference between the two means anything"
+    )
+    place = Place(known, wobble.pass_, 0)
+    return PROBE.finding(wobble.floor, Verdict.NONDETERMINISTIC, says, place, supersedes=(PROBE.name,))
+
+
+def wavers(found: Examination, module: str | None) -> Finding | None:
+    """What to say instead where the candidate, about to be accused in ``module``, does not repeat itself."""
+    pair = found.pair
+    wobble = repeats(pair.candidate, found.whole, pair.seed, AGAIN_NETWORK)
+    if wobble is None and module and found.local.calls.get(module):
+        call: Recorded = found.local.calls[module][0]
+        wobble = repeats(found.local.pair(module)[1], call, pair.seed, AGAIN_MODULE)
+        wobble = wobble and Wobble(wobble.pass_, pair.counterparts[module], wobble.floor)
+    return _accused(found, "candidate", wobble) if wobble else None
+
+
+PROBE = Probe(
+    name="determinism",
+    question="Does each network repeat itself, bit for bit, from the same state, batch and random seed?",
+    threshold=0.0,
+    reason=f"equal bits, {REPEATS} times over; up to {AGAIN_MODULE} times before anybody is accused",
+    sees="other random numbers, unordered sums, clocks, shared counters",
+    misses="what strikes less than about once in a hundred calls",
+    order=10,
+    ask=ask,
+    asserted=True,
+    as_compiled=True,
+)

@@ -1,4 +1,4 @@
-"""The axes of the figures: what they do with zeros, with leaps of decades and with what is not finite."""
+"""The axes of the figures: zeros, leaps of decades, what is not finite, and what is read along them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-from driftlab.evidence import UNIT_ROUND_OFF
-from driftlab.report.series import Bundle
+from driftlab.measures.measure import Scale
+from driftlab.report.series import MOST_LINES, Bundle
 from driftlab.report.svg import INK
+from driftlab.rounding import UNIT_ROUND_OFF
 
 # Beyond this many steps the first hundred, where drift begins, would be a sliver of a linear axis.
 LINEAR_STEPS = 500
 # A relative distance or a loss this far above where it began is on its way to inf: how far it got before
 # the last finite number says nothing, and would flatten all the rest.
 CEILING = 1e3
+# Steps that can be read, of one arm's seeds together.
+_READINGS = 12000
 
 
 def steps(ax: Axes, last: int) -> None:
@@ -75,10 +78,10 @@ def counts(ax: Axes, bundles: list[Bundle], label: str) -> list[str]:
     return ["Logarithmic above 1."]
 
 
-def losses(ax: Axes, bundles: list[Bundle], label: str) -> list[str]:
-    """Linear while the losses stay within two decades, else logarithmic (where all are positive)."""
+def plain_values(ax: Axes, bundles: list[Bundle], label: str) -> list[str]:
+    """Linear while the values stay within two decades, else logarithmic (where all are positive)."""
     values = _finite_values(bundles)
-    low, top = float(values.min(initial=0.0)), _loss_top(bundles, values)
+    low, top = float(values.min(initial=0.0)), _top(bundles, values)
     least = float(values[values <= top].min(initial=np.inf))
     if 0 < least < top / 100:
         ax.set_ylabel(f"{label}, logarithmic")
@@ -92,13 +95,16 @@ def losses(ax: Axes, bundles: list[Bundle], label: str) -> list[str]:
     return _leaving(values, top)
 
 
-def _loss_top(bundles: list[Bundle], values: np.ndarray) -> float:
+def _top(bundles: list[Bundle], values: np.ndarray) -> float:
     """Where the axis ends: medians stay on it up to ``CEILING``, a lone seed up to 3 times the start."""
     first = np.concatenate([b.values[:, 0] for b in bundles])
     first = float(np.median(np.abs(first[np.isfinite(first)]))) if np.isfinite(first).any() else 1.0
     medians = np.concatenate([b.median for b in bundles])
     highest = float(medians[np.isfinite(medians)].max(initial=0.0))
     return min(float(values.max(initial=0.0)), max(3 * first, min(1.2 * highest, CEILING * first)))
+
+
+SCALES = {Scale.DISTANCE: distances, Scale.COUNT: counts, Scale.VALUE: plain_values}
 
 
 def _finite_values(bundles: list[Bundle]) -> np.ndarray:
@@ -114,6 +120,51 @@ def _unit_round_offs(ax: Axes) -> None:
     for unit in UNIT_ROUND_OFF.values():
         ax.axhline(unit, color=INK, linewidth=0.7, linestyle=(0, (1, 3)))
         ax.text(1.01, unit, power(2, unit), transform=ax.get_yaxis_transform(), va="center")
+
+
+def readings(ax: Axes, bundles: list[Bundle]) -> dict:
+    """Step and place (in pixels of the SVG) of what can be read, and each arm's values there.
+
+    An arm has ``median``, ``low`` and ``high`` and, up to ``MOST_LINES`` seeds, ``seeds`` by their number;
+    None where nothing was measured, "inf" where the value was not finite.
+    """
+    steps = np.unique(np.concatenate([b.steps for b in bundles]))
+    most = max(100, min(400, _READINGS // len(bundles[0].values)))
+    kept = steps[np.unique(np.linspace(0, len(steps) - 1, min(len(steps), most)).astype(int))]
+    box = ax.get_position()
+    width, height = ax.figure.get_size_inches() * 72
+    return {
+        "axis": "step",
+        "at": [int(s) for s in kept],
+        "place": [round(float(p), 1) for p in places(ax, kept)],
+        "box": [
+            round(v, 1)
+            for v in (box.x0 * width, box.x1 * width, (1 - box.y1) * height, (1 - box.y0) * height)
+        ],
+        "arms": {b.arm: _of_arm(b, kept) for b in bundles},
+    }
+
+
+def _of_arm(drawn: Bundle, kept: np.ndarray) -> dict:
+    index = {int(step): i for i, step in enumerate(drawn.steps)}
+
+    def at_kept(values: np.ndarray) -> list:
+        return [_digits(values[index[s]]) if (s := int(step)) in index else None for step in kept]
+
+    if len(drawn.values) == 1:
+        return {"median": at_kept(drawn.median)}
+    low, high = drawn.range
+    over_seeds = {"median": at_kept(drawn.median), "low": at_kept(low), "high": at_kept(high)}
+    if len(drawn.values) > MOST_LINES:
+        return over_seeds
+    by_seed = zip(drawn.seeds, drawn.values, strict=True)
+    return over_seeds | {"seeds": {str(seed): at_kept(values) for seed, values in by_seed}}
+
+
+def _digits(value: float) -> float | str | None:
+    if math.isnan(value):
+        return None
+    return float(f"{value:.3g}") if math.isfinite(value) else "inf"
 
 
 def power(base: int, value: float) -> str:

@@ -1,15 +1,18 @@
-"""Two experiments side by side: evidence, drift, settings, environment, as text for cells."""
+"""Two experiments side by side: evidence, drift and outcomes, as text for cells."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from driftlab.records import SeedRecord
+from driftlab.record.seed_record import SeedRecord
 from driftlab.report import tables
-from driftlab.report.tables import MISSING, number
-from driftlab.verdict import Evidence, Judgement
+from driftlab.report.sections import MISSING, number, percent
+from driftlab.report.tables import ascending
+from driftlab.verdict.statistics import mcnemar_exact
+from driftlab.words import Evidence, Judgement
 
 
 @dataclass(frozen=True)
@@ -90,47 +93,93 @@ def drift(pair: Pair) -> list[dict]:
     ]
 
 
-# Where and how a run was stored, not what was run.
-STORING = ("results", "rerun", "fail_on", "logger", "checkpoint_every", "data.root", "data.time_limit")
+@dataclass(frozen=True)
+class Quantity:
+    """What is compared of an arm: a number that ``text`` writes, its unit, and the unit of a difference."""
+
+    name: str
+    text: Callable[[float], str]
+    unit: str = ""
+    difference: str = ""
 
 
-def settings(pair: Pair) -> list[tuple[str, str, str]]:
-    """The settings that differ, as name, A and B, in the order of the files."""
-    flat = [_flat(side.settings) for side in pair]
-    return [row for row in _differing(*flat) if not row[0].startswith(STORING)]
+def _percent(value: float) -> str:
+    return percent(value).removesuffix(" %")
 
 
-def environment(pair: Pair) -> list[tuple[str, str, str]]:
-    """What differs in the environment or the data set; several values where the seeds of one differ."""
-    return _differing(*(_environment(side) for side in pair))
+QUANTITIES = {
+    "loss": Quantity("final loss (last batch)", number),
+    "accuracy": Quantity("test accuracy", _percent, " %", " points"),
+    "disagreement": Quantity("disagreement", _percent, " %", " points"),
+}
 
 
-def _environment(side: Side) -> dict[str, str]:
-    seen: dict[str, dict[str, None]] = {}
-    for record in side.records:
-        for name, value in _flat({"data set": record.run["dataset"], **record.run["environment"]}).items():
-            seen.setdefault(name, {})[value] = None
-    return {name: " or ".join(values) for name, values in seen.items()}
+def common_seeds(pair: Pair) -> list[int]:
+    """The seeds that both hold."""
+    a, b = ({record.seed for record in side.records} for side in pair)
+    return sorted(a & b)
 
 
-def _flat(value: Mapping, prefix: str = "") -> dict[str, str]:
-    """Dotted name -> value as text; lists are values."""
-    found = {}
-    for key, below in value.items():
-        if isinstance(below, Mapping) and below:
-            found |= _flat(below, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = _text(below)
+def outcomes(pair: Pair) -> list[dict]:
+    """A row an arm and quantity: both sides over their seeds, and B - A over the seeds that both hold."""
+    cells = [_cells(side) for side in pair]
+    arms = dict.fromkeys(arm for found in cells for arm in found)
+    return [row for arm in arms for row in _arm_rows(arm, *(found.get(arm, {}) for found in cells))]
+
+
+def _cells(side: Side) -> dict[str, dict[int, dict]]:
+    """Arm -> seed -> outcome, final loss, accuracy, disagreement."""
+    found: dict[str, dict[int, dict]] = {}
+    for row in tables.outcomes(side.records, side.judgement):
+        for cell in row["arms"]:
+            if cell["word"] != MISSING:
+                found.setdefault(cell["arm"], {})[row["seed"]] = cell
     return found
 
 
-def _text(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "null" if value is None else str(value)
+def _arm_rows(arm: str, a: Mapping[int, dict], b: Mapping[int, dict]) -> Iterable[dict]:
+    common = sorted(a.keys() & b.keys())
+    finished = {"sides": [_finished(a), _finished(b)], "paired": _paired_outcomes(a, b, common)}
+    yield {"arm": arm, "quantity": "finished", **finished}
+    for key, asked in QUANTITIES.items():
+        if key == "disagreement" and arm.startswith("reference."):
+            continue  # its own reference is the float64 one, which ends long before it
+        sides = [_spread([c[key] for c in side.values()], asked.text, asked.unit) for side in (a, b)]
+        if sides != [MISSING, MISSING]:
+            differences = [_difference(a[s][key], b[s][key]) for s in common]
+            paired = _spread(differences, _signed(asked.text), asked.difference)
+            yield {"arm": arm, "quantity": asked.name, "sides": sides, "paired": paired}
 
 
-def _differing(a: Mapping[str, str], b: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    names = dict.fromkeys((*a, *b))
-    rows = ((name, a.get(name, MISSING), b.get(name, MISSING)) for name in names)
-    return [row for row in rows if row[1] != row[2]]
+def _difference(a: float | None, b: float | None) -> float | None:
+    if a is None or b is None or not (math.isfinite(a) and math.isfinite(b)):
+        return None
+    return b - a
+
+
+def _finished(cells: Mapping[int, dict]) -> str:
+    return f"{sum(not c['bad'] for c in cells.values())} of {len(cells)}" if cells else MISSING
+
+
+def _paired_outcomes(a: Mapping[int, dict], b: Mapping[int, dict], seeds: Sequence[int]) -> str:
+    """How many ended otherwise, and McNemar's exact p where any did."""
+    mine, theirs = ([side[s]["bad"] for s in seeds] for side in (a, b))
+    other = sum(x != y for x, y in zip(mine, theirs, strict=True))
+    if not other:
+        return "all ended alike" if seeds else MISSING
+    return f"{other} of {len(seeds)} otherwise (p {number(mcnemar_exact(mine, theirs))})"
+
+
+def _signed(text: Callable[[float], str]) -> Callable[[float], str]:
+    return lambda value: f"{'+' if value > 0 else ''}{text(value)}"
+
+
+def _spread(values: Sequence[float | None], text: Callable[[float], str], unit: str) -> str:
+    """The median and the range, NaN counted as inf, and of how many where some have no value."""
+    known = ascending(values)
+    if not known:
+        return MISSING
+    some = "" if len(known) == len(values) else f"{len(known)} of {len(values)} seeds"
+    spread = f"{text(known[0])} to {text(known[-1])}" if len(known) > 1 else ""
+    more = ", ".join(part for part in (spread, some) if part)
+    return f"{text(median(known))}{unit}" + (f" ({more})" if more else "")

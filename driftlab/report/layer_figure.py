@@ -1,16 +1,21 @@
-"""The per-layer figure: a row a pair of modules, a mark a pass; filled: without rounding."""
+"""How far each pair of modules is apart, by pass, over seeds (``layers`` of ``run.json``), and its figure.
+
+A row a pair of modules, a mark a pass; filled: without rounding.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from driftlab.record.seed_record import SeedRecord
 from driftlab.report.axes import power
-from driftlab.report.layer_values import Layer
 from driftlab.report.svg import GRID, SERIES, WIDTH, arm_id, inline_svg, new_figure, style
 
 _MARKERS = ("o", "<", "s", "D", "v")
@@ -21,6 +26,66 @@ _LEFT, _RIGHT = 0.34, 0.97
 BOX = [_LEFT * WIDTH, _RIGHT * WIDTH]
 # Letters of a module's name that fit beside its row.
 _NAME = 19
+# As float32 computes it, and with the rounding taken away.
+KINDS = ("float32", "exact")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One pair of modules over seeds.
+
+    Attributes:
+        values: pass -> kind (``float32``, ``exact`` and what rounding explains of each) -> a value a seed.
+    """
+
+    module: str
+    values: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+
+    def middle(self, pass_: str, kind: str) -> float | None:
+        values = self.values.get(pass_, {}).get(kind)
+        return median(values) if values else None
+
+    def beyond(self, pass_: str) -> bool:
+        """Whether rounding explains the difference in no more than half of the seeds."""
+        return self._times_explained(pass_, "exact") > 1
+
+    def narrow(self, pass_: str) -> bool:
+        """Whether float32 is less exact than its rounding explains, in more than half of the seeds."""
+        return self._times_explained(pass_, "float32") > 1 and not self.beyond(pass_)
+
+    def unknown(self, pass_: str) -> bool:
+        """Whether it differs, and does not run with the rounding taken away."""
+        return bool(self.middle(pass_, "float32")) and self.middle(pass_, "exact") is None
+
+    @property
+    def rank(self) -> float:
+        """How far beyond what rounding explains its worst pass is, by any kind."""
+        return max((self._times_explained(p, kind) for p in self.values for kind in KINDS), default=0.0)
+
+    def _times_explained(self, pass_: str, kind: str) -> float:
+        """The difference in units of what rounding explains; 0 where there is none, or nothing to say."""
+        found, explained = self.middle(pass_, kind), self.middle(pass_, f"{kind}_explained")
+        if not found or explained is None:
+            return 0.0
+        return found / explained if explained else math.inf
+
+    @property
+    def differs(self) -> bool:
+        return any(v > 0 for kinds in self.values.values() for k in KINDS for v in kinds.get(k, []))
+
+
+def layers_over_seeds(records: Sequence[SeedRecord]) -> list[Layer]:
+    """In the order of the forward pass; empty where nothing was compared."""
+    layers: dict[str, Layer] = {}
+    for record in records:
+        for entry in record.run.get("layers") or []:
+            layer = layers.setdefault(entry["module"], Layer(entry["module"]))
+            for pass_, kinds in entry["passes"].items():
+                into = layer.values.setdefault(pass_, {})
+                for kind, value in kinds.items():
+                    if value is not None:
+                        into.setdefault(kind, []).append(float(value))  # JSON holds inf as "inf"
+    return list(layers.values())
 
 
 def switch(pass_: str) -> str:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from driftlab.records import SeedRecord
-from driftlab.report.layer_figure import BOX, draw, switch
-from driftlab.report.layer_values import KINDS, Layer, layers_over_seeds
-from driftlab.report.tables import number
+from driftlab.record.seed_record import SeedRecord
+from driftlab.report.layer_figure import BOX, KINDS, Layer, draw, layers_over_seeds, switch
+from driftlab.report.sections import number
 
 # Always drawn; the others (buffer, eval) where they differ by more than rounding.
 PASSES = ("forward", "input gradient", "weight gradient")

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from driftlab import environments
-from driftlab.records import SeedRecord, write_whole
-from driftlab.report import rendering, tables
-from driftlab.report.notable import notable
-from driftlab.report.sections import Answer
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+
+from driftlab.record import differing as environments
+from driftlab.record.seed_record import SeedRecord, write_whole
+from driftlab.report import tables
+from driftlab.report.sections import MISSING, Answer, in_page, number, percent, shown
 from driftlab.report.series import MOST_LINES, all_arms
-from driftlab.report.templates import template
-from driftlab.verdict import Judgement
+from driftlab.words import Judgement
 
 # Of a longer table the rest stands in its file alone: a page that grows with the seeds does not open at last.
 MOST_TABLE_ROWS = 500
+_TEST_NAMES = {"discordant": "seeds with another outcome", "mcnemar_p": "McNemar's exact test, p"}
 
 
 def write_report(
@@ -30,8 +31,9 @@ def write_report(
     Args:
         records: finished seeds of one experiment; there may be none.
         judgement: the verdict on them.
-        meta: ``experiment``, ``digest``, ``hypothesis``, ``expected`` (a verdict or None), ``command``,
-            ``settings`` (YAML text) and ``dataset`` (as in ``run.json``).
+        meta: ``experiment``, ``digest``, ``hypothesis``, ``expected`` (a verdict or None), ``command`` and
+            what to know before it is copied (``command_note``), ``settings`` (YAML text) and ``dataset`` (as
+            in ``run.json``).
         answer: what the experiment has to show beside its verdict, where it has.
     """
     path = Path(folder) / "report.html"
@@ -41,7 +43,7 @@ def write_report(
 
 def _render(records: Sequence[SeedRecord], judgement: Judgement, meta: Mapping, answer: Answer | None) -> str:
     rows = tables.outcomes(records, judgement)
-    most = notable(rows)
+    most = tables.notable(rows)
     drawings, layers = _drawings(records)
     switches = [arm for d in drawings for arm in d.arms] + (layers.switches if layers else [])
     return template("page.html.j2").render(
@@ -60,22 +62,34 @@ def _render(records: Sequence[SeedRecord], judgement: Judgement, meta: Mapping, 
         notable=most,
         notice=environments.notice({r.seed: r.run for r in records}),
         outcome_summary=tables.outcome_summary(rows) if len(rows) > 1 else [],
-        paired_tests=tables.paired_tests(judgement),
-        environment=tables.environment(records, meta.get("dataset") or {}),
+        paired_tests=_paired_tests(judgement),
+        environment=_environment(records, meta.get("dataset") or {}),
     )
+
+
+def template(name: str) -> Template:
+    """The template of that name: what is put in is escaped, a name that is missing is an error."""
+    environment = Environment(
+        loader=PackageLoader("driftlab.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"number": number, "percent": percent}
+    return environment.get_template(name)
 
 
 def _answered(answer: Answer) -> dict:
     figures = [
-        {"name": f.name, "title": f.title, "svg": rendering.in_page(f), "caption": f.caption}
-        for f in answer.figures
+        {"name": f.name, "title": f.title, "svg": in_page(f), "caption": f.caption} for f in answer.figures
     ]
-    tables = [rendering.shown(t, most=MOST_TABLE_ROWS) for t in answer.tables]
+    tables = [shown(t, most=MOST_TABLE_ROWS) for t in answer.tables]
     return {"sentence": answer.sentence, "figures": figures, "tables": tables}
 
 
 def _filled(meta: Mapping) -> dict:
-    names = ("experiment", "digest", "hypothesis", "expected", "command", "settings")
+    names = ("experiment", "digest", "hypothesis", "expected", "command", "command_note", "settings")
     return {name: meta.get(name) or "" for name in names} | {"dataset": meta.get("dataset") or {}}
 
 
@@ -84,5 +98,40 @@ def _drawings(records: Sequence[SeedRecord]) -> tuple[list, object]:
     # here, because matplotlib takes most of a second, and who imports driftlab.report may not write a page
     from driftlab.report import figures, layers
 
-    drawings = (figures.weight_distance(records), figures.sign_flips(records), figures.loss(records))
-    return [d for d in drawings if d is not None], layers.layer_picture(records)
+    return figures.drawings(records), layers.layer_picture(records)
+
+
+def _paired_tests(judgement: Judgement) -> list[tuple[str, dict[str, str]]]:
+    """A row an arm, a column each test in ``judgement.outcomes`` that has a number for that arm."""
+    tests = {k: v for k, v in judgement.outcomes.items() if k != "fell_over" and isinstance(v, Mapping)}
+    arms = list(dict.fromkeys(arm for values in tests.values() for arm in values))
+    named = {_TEST_NAMES.get(key, key.replace("_", " ")): values for key, values in tests.items()}
+    return [(arm, {name: _cell(values.get(arm)) for name, values in named.items()}) for arm in arms]
+
+
+def _cell(value: object) -> str:
+    return number(value) if value is None or isinstance(value, int | float) else str(value)
+
+
+def _environment(records: Sequence[SeedRecord], dataset: Mapping) -> list[tuple[str, str]]:
+    """Where it was measured, as pairs of a name and a value: the first seed, and what differs in others."""
+    pairs = [(f"data set: {name.replace('_', ' ')}", _plain(value)) for name, value in dataset.items()]
+    if not records:
+        return pairs
+    first = records[0].run.get("environment", {})
+    pairs += [(name.replace("_", " "), _plain(value)) for name, value in first.items()]
+    apart = environments.notice({r.seed: r.run for r in records})
+    if apart is not None:
+        pairs += [("not in all seeds", line) for line in (*apart.loud, *apart.quiet)]
+    seconds = [s for r in records if (s := r.run.get("times", {}).get("seconds")) is not None]
+    if seconds:
+        pairs.append(("time", f"{sum(seconds):,.0f} s for {len(seconds)} seed{'s' * (len(seconds) > 1)}"))
+    return pairs
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {_plain(v)}" for k, v in value.items() if v is not None) or MISSING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return MISSING if value is None else str(value)

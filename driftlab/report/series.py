@@ -8,32 +8,38 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from driftlab.evidence import first_flip
-from driftlab.records import SeedRecord
+from driftlab.measures import Measure
+from driftlab.record.seed_record import SeedRecord
+from driftlab.verdict.evidence import first_flip
 
 # Beyond this many seeds lines of their own tell nothing, and the page would grow with them.
 MOST_LINES = 100
 _ORDER = {"candidate": 0, "control": 1}
 
 
-def arm_order(arms: Iterable[str]) -> list[str]:
-    """What is judged and its yardstick, by dtype; then the references."""
+def all_arms(records: Sequence[SeedRecord]) -> list[str]:
+    """Every arm of any seed: what is judged and its yardstick, by dtype; then the references."""
 
     def rank(arm: str) -> tuple:
         role, _, dtype = arm.partition(".")
         return role == "reference", dtype, _ORDER.get(role, len(_ORDER)), arm
 
-    return sorted(dict.fromkeys(arms), key=rank)
-
-
-def all_arms(records: Sequence[SeedRecord]) -> list[str]:
-    """Every arm of any seed."""
-    return arm_order(arm for record in records for arm in record.arms)
+    return sorted({arm for record in records for arm in record.arms}, key=rank)
 
 
 def blown_up_at(record: SeedRecord, arm: str) -> int | None:
     """The step at which an arm of a seed blew up; None where it did not, or is not part of the seed."""
     return record.run["arms"].get(arm, {}).get("blown_up_at")
+
+
+def role(arm: str) -> str:
+    """What stands before the dot."""
+    return arm.partition(".")[0]
+
+
+def narrow(arms: Sequence[str]) -> list[str]:
+    """The float32 arms, or all of them where none is float32."""
+    return [a for a in arms if a.endswith(".float32")] or list(arms)
 
 
 def judged_against(records: Sequence[SeedRecord]) -> list[str]:
@@ -96,9 +102,15 @@ def _over_seeds(reduce, values: np.ndarray, parts: int = 0) -> np.ndarray:
     return result
 
 
-def bundle(records: Sequence[SeedRecord], kind: str, arm: str) -> Bundle | None:
+def bundles_of(records: Sequence[SeedRecord], measure: Measure, arms: Iterable[str]) -> list[Bundle]:
+    """The curves of those arms that have any."""
+    found = (bundle(records, measure.name, arm, measure.moment.value) for arm in arms)
+    return [drawn for drawn in found if drawn is not None]
+
+
+def bundle(records: Sequence[SeedRecord], kind: str, arm: str, table: str = "curves") -> Bundle | None:
     """The column ``<kind>/<arm>`` of every seed; None where no seed has it."""
-    columns = {record.seed: record.series(kind, arm) for record in records}
+    columns = {record.seed: record.series(kind, arm, table=table) for record in records}
     steps = np.array(sorted({step for column in columns.values() for step in column}), dtype=int)
     if not len(steps):
         return None

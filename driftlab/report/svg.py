@@ -13,8 +13,6 @@ import matplotlib
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from driftlab.report.sections import Look
-
 INK, GRID = "#010101", "#020202"
 ROLE_COLOURS = {"reference": "#030303", "candidate": "#040404", "control": "#050505"}
 SERIES = ("#060606", "#070707", "#080808", "#090909", "#0a0a0a", "#0b0b0b")
@@ -88,10 +86,8 @@ def _round_numbers(match: re.Match) -> str:
     return re.sub(r"-?\d+\.\d\d+", lambda m: f"{float(m[0]):.1f}".removesuffix(".0"), one_line)
 
 
-def on_paper(look: Look):
+def on_paper(ink: str, grid: str):
     """Inside ``style``: the colours of a file instead of those that a page replaces."""
     inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     # letters as outlines: who opens the file may not have the font
-    return matplotlib.rc_context(
-        dict.fromkeys(inks, look.ink) | {"grid.color": look.grid, "svg.fonttype": "path"}
-    )
+    return matplotlib.rc_context(dict.fromkeys(inks, ink) | {"grid.color": grid, "svg.fonttype": "path"})

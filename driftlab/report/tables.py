@@ -1,32 +1,25 @@
-"""The tables of the report, as text ready for their cells."""
+"""The tables of the report, as text ready for their cells; of many seeds, the notable ones."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
-from driftlab import environments
-from driftlab.records import SeedRecord
-from driftlab.report.series import all_arms, blown_up_at, first_flips, judged_against
-from driftlab.verdict import Judgement
+from driftlab.record.seed_record import SeedRecord
+from driftlab.report.sections import MISSING, number
+from driftlab.report.series import all_arms, blown_up_at, first_flips, judged_against, narrow, role
+from driftlab.words import Judgement
 
-MISSING = "—"
+# Of an outcome, beside its word.
+_QUANTITIES = ("loss", "accuracy", "disagreement")
 
-TEST_NAMES = {"discordant": "seeds with another outcome", "mcnemar_p": "McNemar's exact test, p"}
-
-
-def number(value: float | None) -> str:
-    """Three significant digits; a dash where nothing was measured, a word where it is not finite."""
-    if value is None:
-        return MISSING
-    if not math.isfinite(value):
-        return "NaN" if math.isnan(value) else str(value)
-    return f"{value:.3g}"
-
-
-def percent(value: float | None) -> str:
-    return number(value) if value is None or not math.isfinite(value) else f"{100 * value:.2f} %"
+# Rows of a table that a reader still scrolls through.
+MOST_ROWS = 100
+# Of those that fell over so many are shown, and so many from either end of each quantity.
+_FALLEN, _ENDS = 40, 2  # the sentence says two
+_SHARES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "greatest": 1.0}
 
 
 def comparison(records: Sequence[SeedRecord]) -> list[dict[str, str]]:
@@ -54,10 +47,14 @@ def _final(series: Mapping[int, float], blew_up: int | None) -> float | None:
     return series[max(series)] if series else None
 
 
-def _middle(values: Iterable[float | None]) -> str:
-    """The median, NaN counted as inf, and of how many seeds where some have no value."""
-    values = list(values)
-    measured = [math.inf if math.isnan(v) else v for v in values if v is not None]
+def ascending(values: Iterable[float | None]) -> list[float]:
+    """What was measured, NaN counted as inf."""
+    return sorted(math.inf if math.isnan(v) else v for v in values if v is not None)
+
+
+def _middle(values: Sequence[float | None]) -> str:
+    """The median, and of how many seeds where some have no value."""
+    measured = ascending(values)
     if not measured:
         return MISSING
     some = "" if len(measured) == len(values) else f" ({len(measured)} of {len(values)} seeds)"
@@ -77,8 +74,7 @@ def _flips(records: Sequence[SeedRecord], arm: str) -> str:
 
 def outcome_arms(records: Sequence[SeedRecord]) -> list[str]:
     """The float32 arms, or all of them where none is float32; the reference first."""
-    arms = sorted(all_arms(records), key=lambda a: not a.startswith("reference."))
-    return [a for a in arms if a.endswith(".float32")] or arms
+    return narrow(sorted(all_arms(records), key=lambda a: role(a) != "reference"))
 
 
 def outcomes(records: Sequence[SeedRecord], judgement: Judgement) -> list[dict]:
@@ -113,48 +109,81 @@ def outcome_summary(rows: Sequence[Mapping]) -> list[dict[str, str]]:
     for cells in zip(*(row["arms"] for row in rows), strict=True):
         present = [c for c in cells if c["word"] != MISSING]
         good = sum(not c["bad"] for c in present)
-        middle = {key: _median(c[key] for c in present) for key in ("loss", "accuracy", "disagreement")}
+        middle = {key: _median(c[key] for c in present) for key in _QUANTITIES}
         word = f"{good} of {len(present)} finished"
         summary.append({"arm": cells[0]["arm"], "word": word, "bad": False, **middle})
     return summary
 
 
 def _median(values: Iterable[float | None]) -> float | None:
-    measured = [math.inf if math.isnan(v) else v for v in values if v is not None]
+    measured = ascending(values)
     return median(measured) if measured else None
 
 
-def paired_tests(judgement: Judgement) -> list[tuple[str, dict[str, str]]]:
-    """A row an arm, a column each test in ``judgement.outcomes`` that has a number for that arm."""
-    tests = {k: v for k, v in judgement.outcomes.items() if k != "fell_over" and isinstance(v, Mapping)}
-    arms = list(dict.fromkeys(arm for values in tests.values() for arm in values))
-    named = {TEST_NAMES.get(key, key.replace("_", " ")): values for key, values in tests.items()}
-    return [(arm, {name: _cell(values.get(arm)) for name, values in named.items()}) for arm in arms]
+@dataclass(frozen=True)
+class Notable:
+    """Rows of the table of outcomes, what they are, and the spread of all of them."""
+
+    rows: list[Mapping]
+    sentence: str
+    spread: list[tuple[str, list[dict]]]
 
 
-def _cell(value: object) -> str:
-    return number(value) if value is None or isinstance(value, int | float) else str(value)
+def notable(rows: Sequence[Mapping]) -> Notable | None:
+    """Of the rows that ``outcomes`` makes; None where there is room for all."""
+    if len(rows) <= MOST_ROWS:
+        return None
+    fallen = [row for row in rows if any(cell["bad"] for cell in row["arms"])]
+    fallen.sort(key=_alike)
+    chosen = {row["seed"]: row for row in (*fallen[:_FALLEN], *_ends(rows))}
+    shown = [chosen[seed] for seed in sorted(chosen)]
+    return Notable(shown, _sentence(len(rows), len(fallen)), _spread(rows))
 
 
-def environment(records: Sequence[SeedRecord], dataset: Mapping) -> list[tuple[str, str]]:
-    """Where it was measured, as pairs of a name and a value: the first seed, and what differs in others."""
-    pairs = [(f"data set: {name.replace('_', ' ')}", _plain(value)) for name, value in dataset.items()]
-    if not records:
-        return pairs
-    first = records[0].run.get("environment", {})
-    pairs += [(name.replace("_", " "), _plain(value)) for name, value in first.items()]
-    apart = environments.notice({r.seed: r.run for r in records})
-    if apart is not None:
-        pairs += [("not in all seeds", line) for line in (*apart.loud, *apart.quiet)]
-    seconds = [s for r in records if (s := r.run.get("times", {}).get("seconds")) is not None]
-    if seconds:
-        pairs.append(("time", f"{sum(seconds):,.0f} s for {len(seconds)} seed{'s' * (len(seconds) > 1)}"))
-    return pairs
+def _alike(row: Mapping) -> bool:
+    """Whether all arms of a seed ended alike: where they did not, there is more to learn."""
+    return len({cell["bad"] for cell in row["arms"]}) == 1
 
 
-def _plain(value: object) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{k} {_plain(v)}" for k, v in value.items() if v is not None) or MISSING
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return MISSING if value is None else str(value)
+def _ends(rows: Sequence[Mapping]) -> Iterable[Mapping]:
+    for place in range(len(rows[0]["arms"])):
+        for quantity in _QUANTITIES:
+            measured = [row for row in rows if _is_number(row["arms"][place][quantity])]
+            measured.sort(key=lambda row: row["arms"][place][quantity])
+            yield from (*measured[:_ENDS], *measured[-_ENDS:])
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _sentence(of: int, fallen: int) -> str:
+    falls = f"An arm fell over in {fallen:,} of" if fallen else "No arm fell over in"
+    shown = "these, and " if fallen else ""
+    if fallen > _FALLEN:
+        shown = f"{_FALLEN} of these, first those in which another arm did not, and "
+    return (
+        f"{falls} {of:,} seeds. Below are {shown}those with the two least and the two greatest values of "
+        "each column. "
+        "Of every seed, verdict.json says who fell over, and its folder seed=… holds the rest."
+    )
+
+
+def _spread(rows: Sequence[Mapping]) -> list[tuple[str, list[dict]]]:
+    """A row a quantile, and in it each arm's; NaN counts as inf."""
+    arms = [[row["arms"][place] for row in rows] for place in range(len(rows[0]["arms"]))]
+    return [(label, [_quantiles(cells, share) for cells in arms]) for label, share in _SHARES.items()]
+
+
+def _quantiles(cells: Sequence[Mapping], share: float) -> dict:
+    present = [cell for cell in cells if cell["word"] != MISSING]
+    found = {"arm": cells[0]["arm"], "word": "", "bad": False}
+    if share == 0.5:
+        found["word"] = f"{sum(not cell['bad'] for cell in present):,} of {len(present):,} finished"
+    return found | {q: _quantile([cell[q] for cell in present], share) for q in _QUANTITIES}
+
+
+def _quantile(values: Iterable[float | None], share: float) -> float | None:
+    """The value of the seed that stands there in their order."""
+    ordered = ascending(values)
+    return ordered[round(share * (len(ordered) - 1))] if ordered else None

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.loopback import Cluster
-from tests.experiments.conftest import ROOT
+from tests.suite.conftest import ROOT
 
 SETTINGS = [
     "scale=smoke",

@@ -8,9 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
-from tests.experiments.conftest import ROOT
+from tests.suite.conftest import ROOT
 
 TOOL = [sys.executable, str(ROOT / "scripts" / "loopback_slurm.py")]
 PATIENCE = 500  # seconds; far more than anything here takes, for machines that are busy
@@ -55,14 +56,37 @@ class Cluster:
         wait_for(lambda: not (Path("/proc") / str(pid) / "exe").exists(), f"{daemon} to end")
 
     def crash_node(self, name: str) -> None:
-        """Nothing that ran on it is left; Slurm has to find that out."""
+        """Nothing that ran on it is left; Slurm has to find that out.
+
+        On a node without power nobody reports the end of anybody. A slurmstepd whose child dies first tells
+        the controller that the job failed with exit code 137. An srun that loses its slurmstepd asks it to
+        cancel the step; that waits in a queue until the node is back, and kills the job that began again.
+        So the first stand still, the second die at once, then all others, the first last.
+        """
         self.end(f"slurmd.{name}", signal.SIGKILL)
+        found = {pid: _read(Path("/proc") / str(pid) / "comm").strip() for pid in self._processes_of(name)}
+        watching = [pid for pid, program in found.items() if program == "slurmstepd"]
+        for pid in watching:
+            _send(pid, signal.SIGSTOP)
+        for pid in sorted(found.keys() - set(watching), key=lambda pid: found[pid] != "srun") + watching:
+            _send(pid, signal.SIGKILL)
+
+    def clear(self) -> None:
+        """No job of a test that failed is left to the next one, and no node or daemon is missing."""
+        self.start()
+        subprocess.run(["scancel", "--user", str(os.getuid())], env=self.environment)
+        wait_for(lambda: not self.ask("squeue", "--noheader"), "the queue to be empty")
+
+    def _processes_of(self, name: str) -> set[int]:
+        """What runs on a node, and what watches over it."""
+        found = set()
         for place in Path("/proc").glob("[0-9]*"):
             environment = _environment(place)
-            watching = _read(place / "comm").strip() == "slurmstepd" and self._logs_of(place) == name
             ours = environment.get("SLURM_CONF") == self.environment["SLURM_CONF"]
-            if watching or (ours and environment.get("SLURMD_NODENAME") == name):
-                os.kill(int(place.name), signal.SIGKILL)
+            on_node = ours and environment.get("SLURMD_NODENAME") == name
+            if on_node or self._logs_of(place) == name:
+                found.add(int(place.name))
+        return found
 
     def _logs_of(self, process: Path) -> str | None:
         logs = {str(self.folder / f"slurmd.{name}.log"): name for name in ("n1", "n2")}
@@ -91,6 +115,11 @@ class Cluster:
         name = f"{job['SLURM_ARRAY_JOB_ID']}_{job['SLURM_ARRAY_TASK_ID']}"
         shown = self.ask("scontrol", "--oneliner", "show", "job", name)
         return int(shown.partition(" Restarts=")[2].split()[0])
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _environment(process: Path) -> dict[str, str]:

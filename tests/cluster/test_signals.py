@@ -6,8 +6,8 @@ import signal
 import pytest
 import torch
 
-from driftlab.lightning import Between, LockstepModule, StepBatches, trainer
-from tests.driftlab.test_lockstep import STEPS, batch, lockstep
+from driftlab.lockstep.lightning import Between, LockstepModule, StepBatches, trainer
+from tests.driftlab.lockstep.test_lockstep import STEPS, batch, lockstep
 
 
 class Sends:

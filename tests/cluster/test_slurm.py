@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.cluster.conftest import SETTINGS
 from tests.cluster.loopback import PATIENCE, Cluster, wait_for
-from tests.experiments.conftest import ROOT
+from tests.suite.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.service]
 
@@ -62,6 +62,7 @@ def start(cluster):
     yield started
     for session in sessions:
         session.process.kill()
+    cluster.clear()
 
 
 def home(results: Path, seed: int) -> Path:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from driftlab import DiagnoseError, Verdict, diagnose
+from driftlab.lockstep.loop import FLUSH_EVERY
 
 torch.set_num_threads(1)
 
@@ -289,3 +290,26 @@ def test_what_is_off_is_said_of_the_outputs_not_of_the_loss_made_of_them():
     function = next(e for e in diagnosis.evidence if e.probe in ("function", "same_start") and e.supports)
     assert diagnosis.verdict == "bug"
     assert f"{outputs:.2g} (relative)" in function.reading
+
+
+class AtZero(nn.Linear):
+    """Off where an input is exactly zero."""
+
+    def forward(self, x):
+        return super().forward(torch.where(x == 0, x + 0.01, x))
+
+
+@pytest.mark.parametrize("flush_every", [1, 25], ids=["as on a CPU", "as on a GPU"])
+def test_a_fault_is_dated_by_the_steps_that_a_device_still_holds_too(flush_every, monkeypatch):
+    monkeypatch.setitem(FLUSH_EVERY, "cpu", flush_every)
+    fed = batches(count=8)
+    fed[6][0][0, 0] = 0
+
+    def candidate(model):
+        off = AtZero(6, 16)
+        off.load_state_dict(model[0].state_dict())
+        model[0] = off
+        return model
+
+    found = diagnose(network(), candidate, fed, steps=9)
+    assert (found.verdict, found.where.step) == ("bug", 6)

@@ -14,16 +14,15 @@ from torch import nn
 
 from driftlab.diagnosis import diagnosed
 from driftlab.report.sections import Look
-from driftlab.rules import judge
-from experiments.errors import ConfigurationError
-from experiments.questions.batch.answer import answer
-from experiments.questions.batch.arithmetic import computing, in_arithmetic, rounded_to_tf32
-from experiments.questions.batch.layers import kernels, layer_by_layer
-from experiments.questions.batch.measure import about, measure
-from experiments.questions.batch.network import AllDepths, boards, prepared
-from experiments.questions.batch.plan import read
-from experiments.questions.batch.seeds import in_ranges, size_ranges, ulp
-from experiments.questions.batch.suite import (
+from driftlab.verdict.rules import judge
+from experiments.batch_size.answer import answer
+from experiments.batch_size.arithmetic import computing, in_arithmetic, rounded_to_tf32
+from experiments.batch_size.layers import kernels, layer_by_layer
+from experiments.batch_size.measure import about, measure
+from experiments.batch_size.network import AllDepths, boards, prepared
+from experiments.batch_size.plan import read
+from experiments.batch_size.seeds import in_ranges, size_ranges, ulp
+from experiments.batch_size.suite import (
     InLargerBatch,
     LessBatchMean,
     batch_of,
@@ -31,9 +30,11 @@ from experiments.questions.batch.suite import (
     settled,
     subject_of,
 )
-from experiments.questions.batch.sweep import sweep
+from experiments.batch_size.sweep import sweep
 from models.policy_net import PolicyNet
 from models.rewrites.row_by_row import row_by_row
+from suite.command.errors import ConfigurationError
+from tests.suite.conftest import set_anew
 
 torch.set_num_threads(1)
 YAML = Path(__file__).resolve().parent.parent.parent / "conf/experiment/batch_size.yaml"
@@ -281,24 +282,24 @@ def test_other_sizes_than_those_asked_about():
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("case.blocks=-1", "case.blocks=-1 must be a whole number, 0 or more"),
-        ("case.filters=0", "case.filters=0 must be a whole number, 1 or more"),
+        ("case.blocks=-1", "case.blocks=-1 must be a whole number of at least 0"),
+        ("case.filters=0", "case.filters=0 must be a whole number of at least 1"),
         ("case.board=[7]", r"case.board=\[7\] must be height and width"),
         ("case.board=[1,1]", r"case.board=\[1, 1\] must be height and width, with 2 fields or more"),
-        ("sweep.above=[64,0]", r"sweep.above\[1\]=0 must be a whole number, 1 or more"),
+        ("sweep.above=[64,0]", "sweep.above=0 must be a whole number of at least 1"),
         ("case.board=7", "case.board=7 must be a list"),
         ("sweep.few=[1]", r"sweep.few has no size to measure; write sizes such as sweep.few=\[16,64\]"),
-        ("cost.chunks=[]", "cost.chunks has no size to measure"),
-        ("suite.learning_rate=0", "suite.learning_rate=0 must be a number above 0"),
-        ("suite.learning_rate=.inf", "suite.learning_rate=inf must be a number above 0"),
+        ("cost.chunks=[]", r"cost.chunks=\[\] is empty"),
+        ("suite.learning_rate=0", "suite.learning_rate=0 must be a finite number above 0"),
+        ("suite.learning_rate=inf", "suite.learning_rate=inf must be a finite number"),
         ("chunk=1.5", "chunk=1.5 must be a whole number"),
-        ("layers.batch=1", "layers.batch=1 must be a whole number, 2 or more"),
-        ("batch_invariant=maybe", "batch_invariant='maybe' must be true or false"),
+        ("layers.batch=1", "layers.batch=1 must be a whole number of at least 2"),
+        ("batch_invariant=maybe", "batch_invariant=maybe must be true or false"),
     ],
 )
 def test_refuses_settings_in_one_line(override, message):
     with pytest.raises(ConfigurationError, match=message) as error:
-        read(chosen(override))
+        read(set_anew("batch_size", override))
     assert "\n" not in str(error.value)
 
 

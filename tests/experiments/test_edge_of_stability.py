@@ -11,21 +11,21 @@ import torch
 import torch.nn.functional as F
 from omegaconf import OmegaConf
 
-from driftlab.outcomes import fell_over
-from driftlab.records import SeedRecord
-from driftlab.report.rendering import as_csv, as_files, shown
-from driftlab.verdict import Evidence, Finding, Verdict
-from experiments.data.chosen import load_images
+from driftlab.record.seed_record import SeedRecord
+from driftlab.report.sections import as_csv, as_files, shown
+from driftlab.verdict.outcomes import fell_over
+from driftlab.words import Evidence, Finding, Verdict
 from experiments.edge_of_stability import QUESTION
-from experiments.errors import ConfigurationError
-from experiments.networks import build_reference
-from experiments.questions.edge import outcomes as over
-from experiments.questions.edge.answer import answer
-from experiments.questions.edge.judged import judged, outcome_findings
-from experiments.questions.edge.measure import about
-from experiments.seed_run import make_batches, own_seeds
+from experiments.edge_of_stability import outcomes as over
+from experiments.edge_of_stability.answer import answer
+from experiments.edge_of_stability.judged import judged, outcome_findings
+from experiments.edge_of_stability.measure import about
 from models.rewrites.split_conv import split_conv
-from tests.experiments.conftest import resolved
+from suite.command.errors import ConfigurationError
+from suite.data import load_images
+from suite.running.building import make_batches, own_seeds
+from suite.running.networks import build_reference
+from tests.suite.conftest import resolved, set_anew
 
 torch.set_num_threads(1)
 
@@ -107,18 +107,18 @@ def test_the_answer_to_what_was_measured(measured):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("learning_rates=[]", "one at least"),
-        ("learning_rates=[0.1,fast]", "list of numbers"),
-        ("learning_rates=3", "list of numbers"),
+        ("learning_rates=[]", "learning_rates=.. is empty: name one at least"),
+        ("learning_rates=[0.1,fast]", "learning_rates=fast must be a finite number"),
+        ("learning_rates=3", "must be a list: write learning_rates=.3."),
         ("learning_rates=[1,-1]", "above 0"),
-        ("learning_rates=[1,1]", "once"),
+        ("learning_rates=[1,1]", "write each once"),
         ("learning_rates=[inf]", "finite"),
         ("bug.target=null", "bug.target"),
     ],
 )
 def test_settings_that_cannot_be_measured_are_refused_in_a_line(override, message):
     with pytest.raises(ConfigurationError, match=message):
-        about(configured(override))
+        set_anew("edge_of_stability", override)
 
 
 def test_the_plan_names_the_rates():
@@ -164,7 +164,7 @@ def test_pairs_are_counted_by_hand():
     pairs = over.paired(values, "candidate", 1.0)
     assert (pairs.neither, pairs.only_reference, pairs.only_arm, pairs.both) == (1, 1, 2, 2)
     assert (pairs.n, pairs.differing, pairs.fallen, pairs.reference_fallen) == (6, 3, 4, 3)
-    assert over.sides(values, "candidate") == [0, -1, 1, 1, 0, 0]
+    assert over.net(values, "candidate") == [0, -1, 1, 1, 0, 0]
     assert over.edge(values) == [1.0]  # the control never fell over
 
 
@@ -184,9 +184,9 @@ def test_the_rate_in_the_middle_is_chosen_by_the_reference_alone():
 
 def test_losses_are_medians_over_those_that_did_not_blow_up():
     values = {0: {"runs": [ran("bug", 1.0, blown=4)]}, 1: {"runs": [ran("bug", 1.0, end=1.0)]}}
-    assert over.final_loss(values, "bug", 1.0) == median([1.0])
+    assert over.at_end(values, "bug", 1.0, over.final_loss) == median([1.0])
     assert over.learned(values, "bug", 1.0) == 1
-    assert over.final_loss({0: values[0]}, "bug", 1.0) is None
+    assert over.at_end({0: values[0]}, "bug", 1.0, over.final_loss) is None
 
 
 def test_an_edge_and_a_bug_are_said():

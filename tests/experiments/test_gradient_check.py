@@ -9,16 +9,16 @@ from matplotlib.figure import Figure as Canvas
 from omegaconf import OmegaConf
 from torch import nn
 
-from driftlab.records import SeedRecord
-from driftlab.report.rendering import PAPER, as_csv, as_files, shown
-from driftlab.verdict import Evidence, Finding, Verdict
-from experiments.errors import ConfigurationError
-from experiments.gradient_check import about, measure
-from experiments.questions.check.answer import answer, judged
-from experiments.questions.check.case import build_case
-from experiments.questions.check.measures import Elements, drawn_indices
-from experiments.questions.check.series import laws, ratios
-from tests.experiments.conftest import ROOT
+from driftlab.record.seed_record import SeedRecord
+from driftlab.report.sections import PAPER, as_csv, as_files, shown
+from driftlab.words import Evidence, Finding, Verdict
+from experiments.gradient_check import QUESTION, about, measure
+from experiments.gradient_check.answer import answer, judged
+from experiments.gradient_check.case import build_case
+from experiments.gradient_check.measures import Elements, drawn_indices
+from experiments.gradient_check.series import laws, ratios
+from suite.command.errors import ConfigurationError
+from tests.suite.conftest import ROOT, set_anew
 
 torch.set_num_threads(1)
 HERE = "tests.experiments.test_gradient_check"
@@ -312,8 +312,6 @@ REFUSED = {
     "no reduction": ("case.options.reduction=none", "not one number"),
     "no numbers": ("case.options.rows=0", "not empty"),
     "a step that float32 does not know": ("case.eps=1e-300", "no difference is finite"),
-    "no points": ("case.points=0", "whole number"),
-    "an infinite curve": ("curve.largest=.inf", "positive number"),
 }
 
 
@@ -322,3 +320,22 @@ def test_refuses_what_cannot_be_measured_in_one_line(override, says):
     with pytest.raises(ConfigurationError, match=says) as refusal:
         measure(configured(override.replace("HERE", HERE)), 0)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("case.points=0", "whole number"),
+        ("curve.largest=inf", "finite number"),
+        ("+case.option=3", "did you mean case.options?"),
+    ],
+)
+def test_refuses_settings_in_one_line(override, says):
+    with pytest.raises(ConfigurationError, match=says):
+        set_anew("gradient_check", override)
+
+
+def test_refuses_options_that_the_case_does_not_take():
+    settings = set_anew("gradient_check", "+case.options.row=3")
+    with pytest.raises(ConfigurationError, match="row is no argument of halved: did you mean rows"):
+        QUESTION.check(settings, 0)

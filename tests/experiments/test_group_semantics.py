@@ -14,17 +14,18 @@ from torch import nn
 
 from driftlab import assert_equivalent
 from driftlab.report.sections import Look
-from driftlab.rules import judge
-from experiments.errors import ConfigurationError
-from experiments.questions.group.answer import answer
-from experiments.questions.group.cost import costs
-from experiments.questions.group.dense import dense_weight, diagonal_blocks, without_groups
-from experiments.questions.group.equal import compare, integers_agree, side_by_side
-from experiments.questions.group.measure import about, measure
-from experiments.questions.group.reach import blocks, linearised, reach, used_inputs
-from experiments.questions.group.verdicts import literal_record, verdicts
+from driftlab.verdict.rules import judge
+from experiments.group_semantics.answer import answer
+from experiments.group_semantics.cost import costs
+from experiments.group_semantics.dense import dense_weight, diagonal_blocks, without_groups
+from experiments.group_semantics.equal import compare, integers_agree, side_by_side
+from experiments.group_semantics.measure import about, measure
+from experiments.group_semantics.reach import blocks, linearised, reach, used_inputs
+from experiments.group_semantics.verdicts import literal_record, verdicts
 from models.grouped_net import GroupedNet
 from models.rewrites.interleave_groups import interleave_groups
+from suite.command.errors import ConfigurationError
+from tests.suite.conftest import set_anew
 
 CONF = Path(__file__).resolve().parent.parent.parent / "conf" / "experiment" / "group_semantics.yaml"
 THIN = {"tile": (53, 35), "channels": (8, 8, 8, 8, 8), "features": (8, 8)}
@@ -264,27 +265,27 @@ def test_other_sizes_are_answered_without_the_threads_expectations():
         ("case.groups=4", "case.groups=4 does not divide case.in_channels=6"),
         ("case.groups=1", "case.groups=1 must be a whole number of at least 2"),
         ("case.groups=two", "case.groups=two must be a whole number"),
-        ("case.stride=2", "case.stride is unknown"),
+        ("+case.stride=2", "case.stride is no setting"),
         ("case.in_channels=-6", "case.in_channels=-6 must be a whole number"),
-        ("case.image=24", "case.image=24 is no height and width"),
+        ("case.image=24", "case.image=24 must be a list"),
         ("case.kernel_size=40", "larger than the padded case.image"),
         ("net.groups=5", "net: groups=5 does not divide"),
-        ("net.tile=213", "net.tile=213 is no list"),
+        ("net.tile=213", "net.tile=213 must be a list"),
         ("net.tile=[213]", "must be two, five and two numbers"),
         ("thin.channels=[a,8,8,8,8]", "thin.channels=a must be a whole number"),
         ("net.tile=[20,20]", "nothing is left of tile"),
         ("sweep.cases=0", "sweep.cases=0 must be a whole number"),
         ("sweep.groups=[1]", "sweep.groups=1 must be a whole number of at least 2"),
-        ("sweep.groups=2", "write a list of numbers of 2 or more, or depthwise"),
-        ("training.pair=both", "write conv or net"),
+        ("sweep.groups=2", "write sweep.groups=[2]"),
+        ("training.pair=both", "choose from conv, net"),
         ("training.updates=0", "training.updates=0 must be a whole number"),
-        ("training.lr=0", "trains nothing"),
-        ("training.lr=fast", "trains nothing"),
+        ("training.lr=0", "must be a finite number above 0"),
+        ("training.lr=fast", "must be a finite number above 0"),
     ],
 )
 def test_refuses_in_one_line(override, message):
     with pytest.raises(ConfigurationError, match=message.replace("[", r"\[")) as error:
-        measure(configured(override), 0)
+        measure(set_anew("group_semantics", override), 0)
     assert "\n" not in str(error.value)
 
 

@@ -12,19 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from driftlab.records import SeedRecord
-from driftlab.report.rendering import as_files, in_page, shown
-from driftlab.verdict import Verdict
-from experiments.data.chosen import load_images
-from experiments.errors import ConfigurationError
-from experiments.questions.kinks.answer import answer
-from experiments.questions.kinks.crossings import COUNTS, patch_keys, sign_changes, winner_changes
-from experiments.questions.kinks.judged import judged, probes
-from experiments.questions.kinks.measure import about, measure
-from experiments.questions.kinks.seeds import up_to_first_flip
-from experiments.questions.kinks.series import first_flip, growth, leap, quiet_ratio
-from experiments.questions.kinks.tables import ratio_of_sums
-from tests.experiments.conftest import ROOT, resolved
+from driftlab.record.seed_record import SeedRecord
+from driftlab.report.sections import as_files, in_page, shown
+from driftlab.words import Verdict
+from experiments.kinks.answer import answer
+from experiments.kinks.crossings import COUNTS, patch_keys, sign_changes, winner_changes
+from experiments.kinks.judged import judged, probes
+from experiments.kinks.measure import about, measure
+from experiments.kinks.series import crossed, first_flip, growth, leap, quiet_ratio
+from experiments.kinks.tables import ratio_of_sums
+from suite.command.errors import ConfigurationError
+from suite.data import load_images
+from tests.suite.conftest import ROOT, resolved, set_anew
 
 POOL = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
 CONF = ROOT / "conf" / "experiment" / "kinks.yaml"
@@ -252,7 +251,7 @@ def test_the_record_holds_the_evidence_of_the_seed(measured):
     ("override", "message"),
     [
         ("dtypes=[float32]", "dtypes=.float32,float64."),
-        ("networks=[{activation: relu}]", "must hold activation and pool"),
+        ("networks=[{activation: relu}]", "networks.pool is not set"),
         ("networks=[{activation: relu, pool: min}]", "pool=min is unknown: choose from max, average"),
         ("networks=[{activation: tanh, pool: max}]", "activation=tanh is unknown"),
         ("networks=[]", "networks"),
@@ -260,7 +259,7 @@ def test_the_record_holds_the_evidence_of_the_seed(measured):
 )
 def test_refuses(override, message):
     with pytest.raises(ConfigurationError, match=message):
-        about(configured(override))
+        about(set_anew("kinks", override))
 
 
 def test_the_config_is_short_and_says_what_it_expects():
@@ -348,9 +347,8 @@ def test_a_tie_is_no_flip():
 
 
 def test_flips_up_to_the_first_are_held_against_the_prediction_up_to_there():
-    predicted, counted_ = up_to_first_flip(
-        {0: {"networks": {"a": network("relu", "average", first=8)}}}, "near"
-    )
+    values = {0: {"networks": {"a": network("relu", "average", first=8)}}}
+    predicted, counted_ = crossed(values, "near", "float32", up_to_first_flip=True)
     assert counted_ == 20
     assert predicted == pytest.approx(8 * 0.05 + 20)
 

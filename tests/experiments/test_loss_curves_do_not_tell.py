@@ -8,17 +8,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from driftlab.report.rendering import as_files, in_page, shown
-from experiments.data.chosen import load_images
-from experiments.errors import ConfigurationError
-from experiments.networks import build_reference
-from experiments.questions.loss_curves.answer import answer, judged
-from experiments.questions.loss_curves.measure import about, measure
-from experiments.questions.loss_curves.networks import NETWORKS, subjects
-from experiments.questions.loss_curves.rules import DRIFTLAB, HABITS, score
-from experiments.questions.loss_curves.series import at, by_size, last, loss_off, tail_loss
-from experiments.seed_run import make_batches, own_seeds
-from tests.experiments.conftest import resolved
+from driftlab.report.sections import as_files, in_page, shown
+from experiments.loss_curves_do_not_tell.answer import answer, judged
+from experiments.loss_curves_do_not_tell.measure import about, measure
+from experiments.loss_curves_do_not_tell.networks import NETWORKS, subjects
+from experiments.loss_curves_do_not_tell.rules import DRIFTLAB, HABITS, score
+from experiments.loss_curves_do_not_tell.series import at, by_size, last, loss_off, tail_loss
+from suite.command.errors import ConfigurationError
+from suite.data import load_images
+from suite.running.building import make_batches, own_seeds
+from suite.running.networks import build_reference
+from tests.suite.conftest import resolved, set_anew
 
 WRONG = [n.role for n in NETWORKS if not n.same]
 RIGHT = [n.role for n in NETWORKS if n.same]
@@ -249,7 +249,7 @@ def drawn(found):
     """Every mark of every panel."""
     from matplotlib.figure import Figure as Canvas
 
-    from driftlab.report.rendering import PAPER
+    from driftlab.report.sections import PAPER
 
     canvas = Canvas()
     found.figures[0].draw(canvas, PAPER)
@@ -301,7 +301,7 @@ def test_refuses_what_the_question_is_not_about(config, images):
     with pytest.raises(ConfigurationError, match="compares both dtypes"):
         about(configured("dtypes=[float32]"))
     with pytest.raises(ConfigurationError, match="diagnosis_steps=0"):
-        about(configured("diagnosis_steps=0"))
+        set_anew("loss_curves_do_not_tell", "diagnosis_steps=0")
     with pytest.raises(ConfigurationError, match=r"names no nn\.Conv2d"):
         subjects(config, nn.Sequential(nn.Conv2d(3, 4, 3)), 0)
     assert "5 of them wrong; 6 float32 and 3 float64 steps" in about(config)

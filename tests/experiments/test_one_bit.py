@@ -12,25 +12,24 @@ import torch
 from scipy.stats import spearmanr, t
 from torch import nn
 
-from driftlab.records import SeedRecord
-from driftlab.report.rendering import as_csv, as_files, in_page, shown
-from driftlab.verdict import Evidence, Finding, Verdict
-from experiments.data.chosen import load_images
-from experiments.errors import ConfigurationError
-from experiments.networks import build_reference
+from driftlab.record.seed_record import SeedRecord
+from driftlab.report.sections import as_csv, as_files, in_page, shown
+from driftlab.words import Evidence, Finding, Verdict
 from experiments.one_bit import QUESTION
-from experiments.questions.one_bit.answer import answer
-from experiments.questions.one_bit.intervals import Estimate, mean_of_pairs, ratio_of_pairs, spread
-from experiments.questions.one_bit.judging import further, judged, repeated, sign_flip_test
-from experiments.questions.one_bit.measure import APART, BASE_WEIGHTS
-from experiments.questions.one_bit.packing import packed, unpacked
-from experiments.questions.one_bit.pairs import curves, runs_of
-from experiments.questions.one_bit.rows import BASE, ROWS, SOURCES, network_of, seeds_of, split_by_chance
-from experiments.questions.one_bit.training import digest_of, look_steps, make_groups, rate_of, trained
-from experiments.seed_run import make_batches
+from experiments.one_bit.answer import answer
+from experiments.one_bit.judging import further, judged, repeated, sign_flip_test
+from experiments.one_bit.measure import APART, BASE_WEIGHTS
+from experiments.one_bit.rows import BASE, ROWS, SOURCES, network_of, seeds_of, split_by_chance
+from experiments.one_bit.stored import curves, packed, runs_of, unpacked
+from experiments.one_bit.summary import Estimate, mean_of_pairs, ratio_of_pairs, spread
+from experiments.one_bit.training import digest_of, look_steps, make_groups, rate_of, trained
 from models.resnet14 import ResNet14
 from models.rewrites.swap import RewriteError
-from tests.experiments.conftest import resolved
+from suite.command.errors import ConfigurationError
+from suite.data import load_images
+from suite.running.building import make_batches
+from suite.running.networks import build_reference
+from tests.suite.conftest import resolved, set_anew
 
 torch.set_num_threads(1)
 IMAGES, CLASSES = 200, 4
@@ -207,20 +206,24 @@ def test_the_record_speaks_for_rounding(measured):
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("override", "said"),
     [
-        ("shrink", 0, "shrink=0 must be a whole number of at least 1"),
-        ("norm_rate", 0, "norm_rate=0 must be a finite number above 0"),
-        ("window", {"steps": 3}, "must hold steps and learning_rate"),
-        ("progress", {"points": 0, "images": 1}, "progress.points=0 must be a whole number"),
-        ("warmup_steps", -1, "warmup_steps=-1 must be a whole number"),
+        ("shrink=0", "shrink=0 must be a whole number of at least 1"),
+        ("norm_rate=0", "norm_rate=0 must be a finite number above 0"),
+        ("~window.learning_rate", "window.learning_rate is not set"),
+        ("progress.points=0", "progress.points=0 must be a whole number"),
+        ("warmup_steps=-1", "warmup_steps=-1 must be a whole number"),
     ],
 )
-def test_refuses(key, value, said):
-    settings = configured()
-    settings[key] = value
+def test_refuses(override, said):
     with pytest.raises(ConfigurationError, match=said):
-        QUESTION.about(settings)
+        set_anew("one_bit", override)
+
+
+def test_refuses_what_cannot_be_built_before_there_is_a_folder(images):
+    for override, said in (("nudged=conv9", "no module"), ("shrink=100", "leaves nothing of 32 pixels")):
+        with pytest.raises(ConfigurationError, match=said):
+            QUESTION.check(set_anew("one_bit", override), 0, images)
 
 
 @pytest.mark.parametrize(

@@ -11,27 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from driftlab.report.rendering import as_files, in_page, shown
-from driftlab.rules import judge
-from driftlab.verdict import Verdict
-from experiments.errors import ConfigurationError
-from experiments.questions.split.answer import answer
-from experiments.questions.split.case import (
-    LAYOUTS,
-    Case,
-    draw,
-    draw_as_asked,
-    read_case,
-    with_53_bits,
-)
-from experiments.questions.split.exact import distance, exact
-from experiments.questions.split.fits import law_in_words
-from experiments.questions.split.laws import blocked, left_to_right, measure_controls, slope
-from experiments.questions.split.literal import DTYPES, measure_literal
-from experiments.questions.split.measure import about, measure
-from experiments.questions.split.passes import (
+from driftlab.report.sections import as_files, in_page, shown
+from driftlab.verdict.rules import judge
+from driftlab.words import Verdict
+from experiments.split_gradient.answer import answer
+from experiments.split_gradient.case import LAYOUTS, Case, draw, draw_as_asked, read_case, with_53_bits
+from experiments.split_gradient.laws import law_in_words, slope
+from experiments.split_gradient.literal import DTYPES, measure_literal
+from experiments.split_gradient.measure import about, measure
+from experiments.split_gradient.passes import (
     PASSES,
     bound,
+    distance,
+    exact,
     magnitudes,
     passes,
     terms,
@@ -39,8 +31,9 @@ from experiments.questions.split.passes import (
     unit_round_off,
     whole,
 )
-from experiments.questions.split.sweep import cases
-from tests.experiments.conftest import ROOT
+from experiments.split_gradient.sweep import blocked, cases, left_to_right, measure_controls
+from suite.command.errors import ConfigurationError
+from tests.suite.conftest import ROOT, set_anew
 
 SMALL = Case(in_channels=2, out_channels=5, kernel_size=2, split=(1, 3, 1), batch=2, image_size=3)
 
@@ -217,26 +210,26 @@ def test_a_law_is_named_by_the_interval(interval, words):
         ("case.split=[-1,-1]", "two sizes or more"),
         ("case.split=[513]", "two sizes or more"),
         ("case.split=[0,513]", "two sizes or more"),
-        ("case.split=7", "two sizes or more"),
+        ("case.split=7", "case.split=7 must be a list"),
         ("case.out_channels=1", "cannot be split"),
         ("case.out_channels=-3", "case.out_channels=-3 must be a whole number"),
         ("case.batch=1.5", "case.batch=1.5 must be a whole number"),
         ("case.kernel_size=4", "case.image_size=3 is smaller than case.kernel_size=4"),
-        ("case.depth=4", "case.depth is unknown"),
+        ("+case.depth=4", "case.depth is no setting"),
         ("window.steps=0", "window.steps=0"),
         ("window.learning_rate=0", "window.learning_rate=0"),
-        ("sweep.batch=[]", "sweep.batch=[] must be a list"),
+        ("sweep.batch=[]", "sweep.batch=[] is empty"),
         ("sweep.image_size=[2]", "sweep.image_size=2 does not fit"),
-        ("sweep.base=3", "sweep.base=3 is no case"),
-        ("sweep=3", "sweep.base is missing"),
-        ("case=3", "case=3 is no case"),
-        ("window={steps:3}", "must hold steps and learning_rate"),
-        ("window.learning_rate=.inf", "must be a finite number above 0"),
+        ("sweep.base=3", "sweep.base=3 must hold in_channels"),
+        ("sweep=3", "sweep=3 must hold base"),
+        ("case=3", "case=3 must hold in_channels"),
+        ("~window.learning_rate", "window.learning_rate is not set"),
+        ("window.learning_rate=inf", "must be a finite number"),
     ],
 )
 def test_settings_that_fit_no_convolution_are_one_clear_line(override, says):
     with pytest.raises(ConfigurationError) as error:
-        measure(configured(override), seed=0)
+        about(set_anew("split_gradient", override))
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -270,7 +263,7 @@ def test_the_case_of_the_thread(asked):
 
 def test_the_pair_in_training_is_round_off_or_the_same(asked):
     assert judge([asked.record]).verdict in (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
-    assert asked.record.run["probes"]
+    assert asked.record.found()
 
 
 def test_measuring_again_gives_the_same_and_leaves_the_random_state(asked):

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from driftlab.probes.arithmetic import Passes, Recorded, run
-from driftlab.probes.bound import SUMS_OF_PRODUCTS, rounding_bounds
+from driftlab.arithmetic.passes import Passes, Recorded, run
+from driftlab.probes.rounding_bound import SUMS_OF_PRODUCTS, rounding_bounds
 
 U = 2.0**-24
 

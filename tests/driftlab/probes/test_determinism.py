@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from driftlab.calling import whole
-from driftlab.probes.arithmetic import CannotRunError, Recorded, whole_network
+from driftlab.arithmetic.passes import CannotRunError, Recorded, whole_network
+from driftlab.network.calling import whole
 from driftlab.probes.determinism import REPEATS, repeats
-from tests.driftlab.probes.layers import plain
+from tests.driftlab.arithmetic.layers import plain
 
 
 class Counting:

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from driftlab.probes.arithmetic import Recorded
-from driftlab.probes.randomness import DRAWS, SIGMAS, is_random, same_distribution
+from driftlab.arithmetic.passes import Recorded
+from driftlab.probes.random_streams import DRAWS, SIGMAS, is_random, same_distribution
 
 GENERATOR = torch.Generator()
 

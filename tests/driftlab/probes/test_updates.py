@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from driftlab.fold import find_fold
-from driftlab.probes.updates import THRESHOLD, wrong_update
-from driftlab.subject import Subject
-from tests.driftlab.probes.layers import Halves
+from driftlab.network.pair import Pair
+from driftlab.probes.update import THRESHOLD, wrong_update
+from tests.driftlab.arithmetic.layers import Halves
 from tests.driftlab.probes.optimizers import Kept, Late, Narrow, Normed, Seen
 
 
@@ -33,7 +33,7 @@ def subject(own=sgd, other=None, rewrite=lambda m: m, reference=None):
     reference = reference or network()
     candidate = rewrite(copy.deepcopy(reference))
     fold = find_fold(reference, candidate)
-    return Subject(reference, candidate, fold, F.cross_entropy, own, other or own)
+    return Pair(reference, candidate, fold, F.cross_entropy, own, other or own)
 
 
 MAKES = {

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from driftlab import records
+from driftlab.record import seed_record as records
 
 ROLES = ("reference", "candidate", "control")
 HORIZONS = {"float64": 24, "float32": 120}

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from driftlab.records import SeedRecord
+from driftlab.record.seed_record import SeedRecord
 from driftlab.report.layers import MOST_ROWS, layer_picture
 
 ROUNDING = {"float32": 1e-7, "exact": 2e-16, "float32_explained": 1e-5, "exact_explained": 1e-11}

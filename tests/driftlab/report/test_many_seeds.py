@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from driftlab.report.notable import MOST_ROWS, notable
 from driftlab.report.series import bundle
+from driftlab.report.tables import MOST_ROWS, notable
 from tests.driftlab.report.test_report import EVERY_ARM, Tags, page
 
 STEPS = range(0, 121, 40)

@@ -11,8 +11,8 @@ from html.parser import HTMLParser
 import pytest
 
 from driftlab.report import write_report
-from driftlab.rules import judge
-from driftlab.verdict import Evidence, Judgement, Place, Verdict
+from driftlab.verdict.rules import judge
+from driftlab.words import Evidence, Judgement, Place, Verdict
 
 ORDER = ["verdict", "where", "stand-in", "comparison", "figures", "weight-distance", "sign-flips", "loss"]
 ORDER += ["outcomes", "evidence", "layers", "by-layer", "environment", "settings", "repeat"]
@@ -242,7 +242,7 @@ def test_same_records_same_bytes(tmp_path, ten):
 def test_reporting_needs_neither_torch_nor_lightning(tmp_path):
     code = (
         "import sys; from pathlib import Path; from driftlab.report import write_report; "
-        "from driftlab.rules import judge; write_report(Path(sys.argv[1]), [], judge([]), {}); "
+        "from driftlab.verdict.rules import judge; write_report(Path(sys.argv[1]), [], judge([]), {}); "
         "import driftlab.report.figures; "
         "assert not {'torch', 'lightning', 'matplotlib.pyplot'} & set(sys.modules)"
     )

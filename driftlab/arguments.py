@@ -1,0 +1,142 @@
+"""What the public calls are given, checked before anything is trained: batches, steps, optimizers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from driftlab.blame import theirs
+from driftlab.network.calling import cast
+from driftlab.refusing import told, whole_number
+from driftlab.words import DiagnoseError
+
+# Of random layers 2^32 and more are left for the steps, see ``step_seed``.
+LARGEST_SEED = 2**32 - 1
+# Rows, and the modules around the weights, of the two smallest networks: 10 updates more take it 10 times.
+BYTES_A_STEP = 50_000
+
+
+def check_tensors(name: str, values: object) -> None:
+    """Raises DiagnoseError where nothing can be computed of the tensors, or on them."""
+    tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
+    for tensor in tensors:
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "nested" if tensor.is_nested else tensor.layout
+            raise DiagnoseError(f"{name} holds a tensor that is {kind}: give it dense")
+        if tensor.is_meta:
+            raise DiagnoseError(f"{name} holds a tensor on the meta device, without values: give it values")
+    if tensors and not any(t.numel() for t in tensors):
+        shapes = " and ".join(str(list(t.shape)) for t in tensors[:3])
+        raise DiagnoseError(
+            f"{name} holds no number ({shapes}), on which nothing could differ: give a row or more"
+        )
+
+
+def the_seed(seed: object) -> int:
+    return whole_number("seed", seed, 0, LARGEST_SEED)
+
+
+def the_steps(steps: object, *networks: nn.Module) -> int:
+    """As a number, where memory holds what is kept of so many. Raises DiagnoseError."""
+    number = whole_number("steps", steps, 1)
+    size = sum(t.nbytes for n in networks for t in (*n.parameters(), *n.buffers()))
+    room, kept = _memory(), number * (size + BYTES_A_STEP)
+    if kept > room:
+        raise DiagnoseError(
+            f"steps={number}: what is kept of so many would take {kept / 1e9:.0f} GB of memory; there are "
+            f"{room / 1e9:.0f}: give at most steps={int(room // (size + BYTES_A_STEP))}"
+        )
+    return number
+
+
+def _memory() -> float:
+    """Bytes that this process may have at all: the machine's, or its container's."""
+    try:
+        room = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    except (AttributeError, ValueError, OSError):  # not on this system
+        return float("inf")
+    try:
+        return min(room, float(Path("/sys/fs/cgroup/memory.max").read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return room
+
+
+def the_batches(batches: Iterable[tuple[object, object]], steps: int) -> Sequence[tuple[object, object]]:
+    """The first ``steps + 1`` of them in float32, or all where there are fewer. Raises DiagnoseError."""
+    kept, size, room = [], 0, _memory()
+    for batch in islice(_drawn(batches), steps + 1):
+        _check_pair(batch)
+        check_tensors(f"batches[{len(kept)}]", batch[0])
+        kept.append((_trainable(batch[0]), _trainable(batch[1])))
+        size += sum(t.nbytes for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))
+        if size > room and not isinstance(batches, Sequence):  # a list is in memory already
+            raise DiagnoseError(
+                f"batches: memory does not hold the first {len(kept)}: give fewer, or a smaller steps"
+            )
+    if not kept:
+        raise DiagnoseError("batches holds none: give an iterable of (inputs, targets)")
+    return kept
+
+
+def _trainable(values: object) -> object:
+    """In float32; no backward pass keeps what was made in ``inference_mode``, so of that a copy."""
+    of = cast(values, torch.float32)
+    return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() else t, of)
+
+
+def _drawn(batches: Any) -> Iterator[Any]:
+    if not hasattr(type(batches), "__iter__") and not hasattr(type(batches), "__getitem__"):
+        raise DiagnoseError(f"batches is a {type(batches).__name__}: give an iterable of (inputs, targets)")
+    with told("batches raised"):
+        stream = theirs(iter, batches)
+    while True:
+        with told("batches raised"):
+            try:
+                batch = theirs(next, stream)
+            except StopIteration:
+                return
+        yield batch
+
+
+def _check_pair(batch: object) -> None:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        kind = type(batch).__name__ + (f" of {len(batch)}" if hasattr(batch, "__len__") else "")
+        raise DiagnoseError(f"batches holds a {kind}: give pairs (inputs, targets)")
+
+
+def stepping(
+    name: str, make: Callable[[Any], Optimizer], given: Callable[[nn.Module], Any] = lambda module: module
+) -> Callable[[nn.Module], Optimizer]:
+    """``make(given(module))`` of any module, checked: it must move parameters of that module alone.
+
+    Raises:
+        DiagnoseError: ``make`` cannot be called; and, when called, it raises, or makes something else.
+    """
+    if not callable(make):
+        raise DiagnoseError(
+            f"{name} is a {type(make).__name__}: give a function that makes an optimizer, as in "
+            "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        )
+
+    def made(module: nn.Module) -> Optimizer:
+        with told(f"{name} raised"):
+            optimizer = theirs(make, given(module))
+        groups = getattr(optimizer, "param_groups", None)
+        if not isinstance(groups, list):
+            raise DiagnoseError(f"{name} returned a {type(optimizer).__name__}: it must return an optimizer")
+        own = {id(p) for p in module.parameters()}
+        if any(id(p) not in own for group in groups for p in group["params"]):
+            raise DiagnoseError(
+                f"{name} moves parameters of another network: make the optimizer of those that it is given"
+            )
+        return optimizer
+
+    return made

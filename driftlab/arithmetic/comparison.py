@@ -1,0 +1,185 @@
+"""One module of each network on the same inputs, in every arithmetic, all quantities compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+
+from driftlab.arithmetic.difference import PASSES, Difference, distance, finite_norm, same_values
+from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
+from driftlab.fold.layout import AnyFold
+from driftlab.rounding import HALFWAY_BITS
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All quantities of one module.
+
+    Attributes:
+        differences: in the order of ``PASSES``.
+        failed: arithmetic -> what one of the two raised in it, for those that they cannot both run in.
+        ran: the arithmetics that both ran in.
+    """
+
+    differences: list[Difference]
+    failed: dict[str, str] = field(default_factory=dict)
+    ran: tuple[str, ...] = ()
+
+    @property
+    def same_bits(self) -> bool:
+        return all(d.same for d in self.differences)
+
+    def finite(self, loss: bool) -> bool:
+        """Whether the reference's outputs, or its loss, hold a finite number at all."""
+        return any(d.finite for d in self.differences if d.pass_ == "forward" and (d.name == "loss") is loss)
+
+    def wrong(self) -> list[Difference]:
+        """Differences that no rounding explains, the worst of the first pass first.
+
+        The float32 path computed in float64 decides where it runs. A difference in float64 alone counts
+        where it stays in the float64 path computed in float64; if it goes there, the candidate does not
+        honour float64, which is precision.
+        """
+        return self._sorted(d for d in self.differences if self._is_wrong(d))
+
+    def _is_wrong(self, d: Difference) -> bool:
+        if d.overflows:
+            return True
+        if "shadow" in self.ran:
+            if d.excess("shadow") > 1:
+                return not d.stored_in_float32
+            return "shadow64" in self.ran and d.excess("shadow64") > 1 and d.excess("float64") > 1
+        return d.excess("float64") > 1
+
+    def narrow(self) -> list[Difference]:
+        """Quantities that the candidate's float32 gets with fewer bits than the reference's."""
+        return self._sorted(d for d in self.differences if d.lost > HALFWAY_BITS and not self._is_wrong(d))
+
+    @property
+    def float64_not_honoured(self) -> bool:
+        return any(d.excess("float64") > 1 and not self._is_wrong(d) for d in self.differences)
+
+    def _sorted(self, differences: Iterable[Difference]) -> list[Difference]:
+        def rank(d: Difference) -> tuple:
+            excess = max(d.excess(a) for a in self.ran or ("float64",))
+            # the loss is a number made of the outputs: what they are off by says more
+            return PASSES.index(d.pass_), d.name == "loss", -excess
+
+        return sorted(differences, key=rank)
+
+
+def compare(
+    reference: nn.Module,
+    candidate: nn.Module,
+    recorded: Recorded,
+    fold: AnyFold,
+    *,
+    prefixes: tuple[str, str] = ("", ""),
+    seed: int = 0,
+    evaluate: bool = True,
+    alone: bool = False,
+) -> Comparison:
+    """Both modules on the same inputs, in every arithmetic that they can run in.
+
+    Args:
+        alone: whether a candidate that runs in float32 alone is held against the reference's exact result.
+        fold: from the candidate's tensor names to the reference's, as of the whole networks.
+        prefixes: of the names of the two modules' tensors within their networks.
+
+    Raises:
+        CannotRunError: the reference does not run in float32, or the candidate does not.
+    """
+    both: dict[str, tuple[Passes, Passes]] = {}
+    failed: dict[str, str] = {}
+    for arithmetic in ("float32", "float64", "shadow"):
+        _try(both, failed, arithmetic, reference, candidate, recorded, seed, evaluate)
+    if "float32" not in both:
+        raise CannotRunError(failed["float32"])
+    used = _used(recorded)
+    if alone and len(both) == 1:
+        truth = _exact(reference, recorded, seed, evaluate)
+        return Comparison(_differences(both, fold, prefixes, used, truth), failed, tuple(both))
+    found = _differences(both, fold, prefixes, used)
+    if "shadow" in both and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found):
+        _try(both, failed, "shadow64", reference, candidate, recorded, seed, evaluate)
+        found = _differences(both, fold, prefixes, used)
+    return Comparison(found, failed, tuple(both))
+
+
+def _try(both: dict, failed: dict, arithmetic: str, reference, candidate, recorded, seed, evaluate) -> None:
+    try:
+        own = run(reference, recorded, arithmetic, seed, evaluate)
+        both[arithmetic] = own, run(candidate, recorded, arithmetic, seed, evaluate)
+    except CannotRunError as error:
+        failed[arithmetic] = str(error)
+
+
+def _exact(reference: nn.Module, recorded: Recorded, seed: int, evaluate: bool) -> Passes | None:
+    """Of the reference by itself, where it runs in more than float32."""
+    for arithmetic in ("shadow", "float64"):
+        try:
+            return run(reference, recorded, arithmetic, seed, evaluate)
+        except CannotRunError:
+            continue
+    return None
+
+
+def _used(recorded: Recorded) -> set[str] | None:
+    """The outputs that a gradient came back to; None where all count, as in a frozen part."""
+    if recorded.loss is not None:
+        return None
+    return {name for name, gradient in recorded.gradients.items() if gradient is not None} or None
+
+
+def _differences(
+    both: dict[str, tuple[Passes, Passes]],
+    fold: AnyFold,
+    prefixes: tuple[str, str],
+    used: set[str] | None,
+    exact: Passes | None = None,
+) -> list[Difference]:
+    read = {
+        a: tuple(_by_reference_names(p, fold, prefixes, i) for i, p in enumerate(pair))
+        for a, pair in both.items()
+    }
+    truth = read["shadow" if "shadow" in read else "float64" if "float64" in read else "float32"][0]
+    truth = _by_reference_names(exact, fold, prefixes, 0) if exact else truth
+    known = exact is not None or len(read) > 1
+    found = [
+        _difference(
+            pass_, name, tensor, {a: (pair[0][pass_], pair[1][pass_]) for a, pair in read.items()}, known
+        )
+        for pass_ in PASSES
+        for name, tensor in truth.get(pass_, {}).items()
+        if all(name in pair[i].get(pass_, {}) for pair in read.values() for i in (0, 1))
+        and (used is None or pass_ not in ("forward", "eval") or name in used)
+    ]
+    largest = max((d.size for d in found if d.pass_ == "weight gradient"), default=0.0)
+    return [replace(d, scale=largest) if d.pass_ == "weight gradient" else d for d in found]
+
+
+def _by_reference_names(passes: Passes, fold: AnyFold, prefixes: tuple[str, str], index: int) -> dict:
+    """Weights, gradients and buffers under the reference's full names."""
+    read = dict(passes.tensors)
+    for pass_ in ("weight gradient", "buffer"):
+        prefix = f"{prefixes[index]}." if prefixes[index] else ""
+        named = {prefix + name: tensor for name, tensor in read[pass_].items()}
+        read[pass_] = dict(fold(named)) if index else named
+    return read
+
+
+def _difference(pass_: str, name: str, truth: Tensor, pairs: dict, known: bool) -> Difference:
+    apart, same = {}, True
+    for arithmetic, (mine, theirs) in pairs.items():
+        a, b = mine[name], theirs[name]
+        apart[arithmetic] = distance(b, a)
+        if not arithmetic.startswith("shadow"):
+            same = same and same_values(a, b)
+    errors = {}
+    if "float32" in pairs and known:
+        mine, theirs = pairs["float32"]
+        errors = {"reference": distance(mine[name], truth), "candidate": distance(theirs[name], truth)}
+    finite = bool(truth.isfinite().any())
+    return Difference(pass_, name, finite_norm(truth), apart, errors, same, finite=finite)

@@ -1,0 +1,111 @@
+"""Constants stored in float32, where the other network computes them: half a unit in the last place off.
+
+The control is to move every such stored value by one unit in its last place. What differs by no more than
+that moves the result is what rounding the constants once makes of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from driftlab.arithmetic.difference import Difference, distance
+from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
+from driftlab.network.calling import copied
+from driftlab.network.pair import Pair, in_another_form
+
+# A difference of float32's own unit round-off and not much more; anything larger is no stored rounding.
+LARGEST = 2.0**-20
+# A stored value comes out of a few float32 operations, each of them half a unit off at most; the control
+# moves it by one unit.
+WITHIN = 4.0
+# Each by chance, all one way, and each row of a tensor one way: the errors of a scale are those of all its
+# products.
+TRIALS = ("by chance", "by chance", "all", "rows")
+
+
+def rounded_constants(pair: Pair, whole: Recorded, wrong: list[Difference]) -> str | None:
+    """What explains ``wrong``, in words; None where stored constants do not."""
+    if not wrong or any(not d.relative < LARGEST or d.overflows or d.excess("shadow") <= 1 for d in wrong):
+        return None  # too large, or not in the float32 path
+    if _gone_natively(pair, whole, wrong):
+        return f"{wrong[0].relative:.1g} (relative) that making constants in float32 makes"
+    explained = [role for role in ("candidate", "reference") if _explains(pair, role, whole, wrong)]
+    if not explained:
+        return None
+    whose = explained[0]
+    return f"{wrong[0].relative:.1g} (relative) that rounding the {whose}'s constants to float32 makes"
+
+
+def _gone_natively(pair: Pair, whole: Recorded, wrong: list[Difference]) -> bool:
+    """Whether both agree once what is made of constants alone is made in float32, as it may be stored."""
+    try:
+        mine, theirs = (
+            run(m, whole, "shadow", pair.seed, native_constants=True)
+            for m in (pair.reference, pair.candidate)
+        )
+    except CannotRunError:
+        return False
+    read = {"weight gradient": pair.fold, "buffer": pair.fold}
+    for d in wrong:
+        other = read[d.pass_](theirs.tensors[d.pass_]) if d.pass_ in read else theirs.tensors[d.pass_]
+        if d.name not in other:
+            return False
+        apart = distance(other[d.name], mine.tensors[d.pass_][d.name])
+        if replace(d, apart={"shadow": apart}).excess("shadow") > 1:
+            return False
+    return True
+
+
+def _explains(pair: Pair, role: str, whole: Recorded, wrong: list[Difference]) -> bool:
+    """Whether the constants of one of the two, moved by a unit in the last place, make as much difference."""
+    module = getattr(pair, role)
+    own = _own_names(pair, role)
+    try:
+        still = run(module, whole, "shadow", pair.seed)
+        moved = [_moved(module, own, whole, pair.seed, trial) for trial in enumerate(TRIALS)]
+    except CannotRunError:
+        return False
+    responses = {d.pass_: max(_response(still, m, d.pass_) for m in moved) for d in wrong}
+    return all(d.apart.get("shadow", 0.0) <= WITHIN * responses[d.pass_] for d in wrong)
+
+
+def _response(still: Passes, moved: Passes, pass_: str) -> float:
+    pairs = ((tensor, moved.tensors[pass_].get(name)) for name, tensor in still.tensors[pass_].items())
+    return max((distance(b, a) for a, b in pairs if b is not None), default=0.0)
+
+
+def _own_names(pair: Pair, role: str) -> list[str]:
+    """Floating parameters and buffers of one network that the other has no equal of."""
+    module = getattr(pair, role)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    if role == "reference":
+        names = {*pair.fold.unplaced, *in_another_form(pair)}
+    else:
+        otherwise = frozenset().union(*(pair.fold.sources(n) for n in in_another_form(pair)))
+        names = {*pair.fold.unused, *otherwise}
+    return [n for n in tensors if n in names and tensors[n].is_floating_point()]
+
+
+def _direction(tensor: Tensor, how: str, generator: torch.Generator) -> Tensor:
+    """1 away from zero, -1 towards it."""
+    if how == "all":
+        return torch.ones_like(tensor)
+    one_a_row = how == "rows" and tensor.dim() > 1
+    shape = (len(tensor), *[1] * (tensor.dim() - 1)) if one_a_row else tensor.shape
+    up = torch.rand(shape, generator=generator).to(tensor.device) < 0.5
+    return torch.where(up, 1.0, -1.0).to(tensor).expand_as(tensor)
+
+
+def _moved(module: nn.Module, names: list[str], whole: Recorded, seed: int, trial: tuple[int, str]) -> Passes:
+    """A run with each constant, and each of the tensors ``names``, moved by one unit in the last place."""
+    twin, generator = copied(module), torch.Generator().manual_seed(trial[0])
+    for name in names:
+        prefix, _, key = name.rpartition(".")
+        tensor = getattr(twin.get_submodule(prefix), key)
+        with torch.no_grad():
+            away = torch.where(tensor < 0, -torch.inf, torch.inf).to(tensor)
+            tensor.copy_(torch.nextafter(tensor, away * _direction(tensor, trial[1], generator)))
+    return run(twin, whole, "shadow", seed, nudge=generator)

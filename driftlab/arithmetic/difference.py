@@ -1,0 +1,117 @@
+"""Is a difference rounding, fewer bits, or another function? One module on one set of inputs decides it.
+
+Reference and candidate get bit for bit the same inputs, in several arithmetics. Rounding shrinks by 2^-29
+from float32 to float64, and vanishes where the float32 path is computed in float64; a difference in the
+function does not. So a difference d in float64 arithmetic is no rounding where
+
+    d > HALFWAY * max(u64 * |y|, 2^-29 * e32)
+
+with e32 the error that float32 is seen to make in the same quantity (the larger of the two networks'), |y|
+the quantity itself, u64 = 2^-53 and HALFWAY = 2^14.5, the middle between the two hypotheses in powers of two.
+e32 scales with cancellation and conditioning as d does, so an ill-conditioned layer is not accused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from driftlab.rounding import HALFWAY, UNIT_ROUND_OFF
+
+PASSES = ("forward", "input gradient", "weight gradient", "buffer", "eval")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One quantity of one module: how far the candidate's is from the reference's, as 2-norms.
+
+    Attributes:
+        pass_, name: which quantity (``weight gradient`` of ``conv1.weight``).
+        size: of the reference's own.
+        apart: arithmetic -> ‖candidate - reference‖ in it.
+        errors: "candidate" and "reference" -> the error of its float32 against the truth.
+        same: whether no bit differs, in any arithmetic that is torch's own.
+        scale: of the largest quantity of its kind beside it. A gradient that is nothing but rounding (of a
+        bias before a norm) is small beside it, and its own size is no yardstick.
+        finite: whether the reference's own has a finite number.
+    """
+
+    pass_: str
+    name: str
+    size: float
+    apart: dict[str, float]
+    errors: dict[str, float]
+    same: bool
+    scale: float = 0.0
+    finite: bool = True
+
+    def excess(self, arithmetic: str) -> float:
+        """The difference as a multiple of what rounding may make of it; above 1 it is no rounding."""
+        if self.reshaped:
+            return math.inf
+        rounding = max(self.errors.values(), default=0.0) * 2.0**-29
+        if math.isinf(rounding) and not self.overflows:
+            return 0.0  # beyond what float32 can hold in both: nothing to hold it against
+        rounding = 0.0 if math.isinf(rounding) else rounding
+        allowed = HALFWAY * max(UNIT_ROUND_OFF["float64"] * max(self.size, self.scale), rounding)
+        apart = self.apart.get(arithmetic, 0.0)
+        return 0.0 if apart == 0 else apart / allowed if allowed else math.inf
+
+    @property
+    def stored_in_float32(self) -> bool:
+        """A difference that float32 would have to show, and does not: what one stores the other rounds alike.
+
+        Only of differences of more than four units in the last place of float32; smaller ones it may swallow.
+        """
+        shown, exact = self.apart.get("float32", math.inf), self.apart.get("shadow", 0.0)
+        return self.relative > 2.0**-22 and shown < exact / 8
+
+    @property
+    def relative(self) -> float:
+        """The difference in the function, relative to the reference's quantity."""
+        apart = self.apart.get("shadow", self.apart.get("float64", 0.0))
+        return apart / self.size if self.size else (math.inf if apart else 0.0)
+
+    @property
+    def overflows(self) -> bool:
+        """NaN or inf in the candidate's float32 alone."""
+        return not self.reshaped and self.errors.get("candidate") == math.inf > self.errors["reference"]
+
+    @property
+    def reshaped(self) -> bool:
+        """The candidate's has another shape."""
+        return all(math.isinf(a) for a in self.apart.values())
+
+    @property
+    def float32_units(self) -> float:
+        """How far the two are apart in float32, in units of its round-off."""
+        apart, size = self.apart.get("float32", 0.0), max(self.size, self.scale)
+        return apart / size / UNIT_ROUND_OFF["float32"] if size else (math.inf if apart else 0.0)
+
+    @property
+    def lost(self) -> float:
+        """How much worse the candidate's float32 is than the reference's, at least one unit round-off."""
+        floor = UNIT_ROUND_OFF["float32"] * max(self.size, self.scale)
+        worse, own = self.errors.get("candidate", 0.0), max(self.errors.get("reference", 0.0), floor)
+        return worse / own if worse and own else 0.0
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def finite_norm(a: Tensor) -> float:
+    """‖a‖₂ over the finite entries."""
+    return float(torch.linalg.vector_norm(torch.where(a.isfinite(), a, torch.zeros_like(a))))
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """‖a - b‖₂; NaN in both, or the same infinity, counts as equal, another shape as infinitely far."""
+    if a.shape != b.shape:
+        return math.inf
+    apart = torch.where((a == b) | (a.isnan() & b.isnan()), torch.zeros_like(a), a - b)
+    size = float(torch.linalg.vector_norm(apart))
+    return math.inf if math.isnan(size) else size

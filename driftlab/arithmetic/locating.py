@@ -1,0 +1,207 @@
+"""Which module is wrong by itself: each one fed the reference's exact inputs and output gradients.
+
+A difference that arises in one module travels: downstream through the forward pass, upstream through the
+gradients. So the reference is run once and what went into and came back to every module is kept; the
+candidate's module gets the same. What differs then, arose there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from driftlab.arithmetic.comparison import Comparison, compare
+from driftlab.arithmetic.difference import Difference
+from driftlab.arithmetic.passes import CannotRunError, Recorded, on_batch, run
+from driftlab.arithmetic.recording import record
+from driftlab.arithmetic.sizes import batch_of, without_ties
+from driftlab.blame import not_ours
+from driftlab.fold import Fold
+from driftlab.fold.layout import relative_distance
+from driftlab.network.modules import is_rewritten
+from driftlab.network.pair import Pair
+
+# A module whose borders a rewrite moved (conv and norm fused into one, an Identity in the other's place)
+# gives something else altogether. Below this relative difference the borders are the same and the function is
+# not.
+SAME_BORDERS = 1e-2
+# Inputs that differ by no more than what float32, or bfloat16 upstream, makes of them.
+SAME_INPUTS = 1e-2
+# Where the whole network agrees on its whole batch, its modules are looked at on this many samples.
+FEW_SAMPLES = 8
+
+
+@dataclass
+class Local:
+    """The pairs of modules of two networks, and what each was given in the reference's run.
+
+    Attributes:
+        calls: reference name -> calls, in the order of execution.
+        theirs: candidate name -> calls in the candidate's own run; None where it cannot be watched.
+        counterparts: reference name -> candidate name.
+        read: the fold of what can be compared; all of it where None.
+    """
+
+    reference: nn.Module
+    candidate: nn.Module
+    fold: Fold
+    counterparts: Mapping[str, str]
+    calls: Mapping[str, list[Recorded]]
+    theirs: Mapping[str, list[Recorded]] | None
+    seed: int = 0
+    read: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+
+    def __post_init__(self) -> None:
+        self.read = self.read or self.fold
+        self._mine = dict(self.reference.named_modules())
+        self._others = dict(self.candidate.named_modules())
+        self._compared: dict[tuple[str, bool], list[Comparison]] = {}
+
+    def rewritten(self) -> list[str]:
+        """The smallest pairs of modules that may compute differently, in the order of execution."""
+        names = [n for n in self.calls if n in self.counterparts and is_rewritten(*self.pair(n))]
+        return [n for n in names if not any(o != n and o.startswith(f"{n}.") for o in names)]
+
+    def pair(self, name: str) -> tuple[nn.Module, nn.Module]:
+        return self._mine[name], self._others[self.counterparts[name]]
+
+    def aligned(self, name: str) -> bool:
+        """Whether the candidate's module is given what the reference's is, in its own run.
+
+        Behind a fault it is not; nor is it where a rewrite moved the borders, so that a pair of modules with
+        the same tensors does not do the same work. The first wrong module is one that is given the right
+        inputs.
+        """
+        if self.theirs is None:
+            return True
+        theirs = self.theirs.get(self.counterparts[name], [])
+        return bool(theirs) and _same_inputs(self.calls[name][0], theirs[0])
+
+    def permuted(self, name: str) -> bool:
+        """Whether both give the same values in another order."""
+        try:
+            own, other = (run(m, self.calls[name][0], "float64", self.seed, False) for m in self.pair(name))
+        except CannotRunError:
+            return False
+        return _same_sorted(own.tensors["forward"], other.tensors["forward"])
+
+    def reordered(self, name: str) -> bool:
+        """Whether it gives its channels in another order because its weights are held in another order."""
+        tensors = (n for n in self.fold.placed if n.startswith(f"{name}."))
+        return any(map(self.fold.reorders, tensors)) and self.permuted(name)
+
+    def comparisons(self, name: str, few: bool = True) -> list[Comparison]:
+        """One a kept call, on a few samples of it or on all; empty where the two take other arguments."""
+        if (name, few) not in self._compared:
+            calls = [(few and batch_of(call, FEW_SAMPLES)) or call for call in self.calls[name]]
+            self._compared[name, few] = [c for call in calls if (c := self._compare(name, call))]
+        return self._compared[name, few]
+
+    def wrong(self, name: str, few: bool = False) -> Difference | None:
+        """The first pass in which this module differs by more than rounding, and not only at ties."""
+        found = [d for c in self.comparisons(name, few) for d in c.wrong()]
+        if not found:
+            return None
+        if found[0].pass_ == "input gradient" and not self._wrong_without_ties(name):
+            return None
+        return found[0]
+
+    def _compare(self, name: str, call: Recorded) -> Comparison | None:
+        mine, theirs = self.pair(name)
+        try:
+            prefixes = name, self.counterparts[name]
+            return compare(mine, theirs, call, self.read, prefixes=prefixes, seed=self.seed)
+        except CannotRunError:
+            return None
+
+    def _wrong_without_ties(self, name: str) -> bool:
+        """Where the largest entries of a window are equal, either may get the gradient. Noise breaks ties."""
+        found = [self._compare(name, without_ties(call)) for call in self.calls[name]]
+        return any(c.wrong() for c in found if c)
+
+
+def local_calls(pair: Pair, batch: tuple[object, object]) -> Local:
+    """Every pair of modules, with what the reference's module is given on this batch."""
+    calls = record(pair.reference, on_batch(pair, batch), pair.seed)
+    try:
+        theirs = record(pair.candidate, on_batch(pair, batch), pair.seed)
+    except Exception as error:  # code that takes no hooks (vmap)
+        not_ours(error)
+        theirs = None
+    read = pair.comparable
+    return Local(pair.reference, pair.candidate, pair.fold, pair.counterparts, calls, theirs, pair.seed, read)
+
+
+def first_wrong(local: Local) -> tuple[str, Difference] | None:
+    """The first module in the order of execution, and its pass, that differs by itself; from the outside in.
+
+    Only what lies in a wrong module is looked at: inside a right one a rewrite may have moved the borders.
+    """
+    place, inside = None, ""
+    while True:
+        found = _first_wrong_child(local, inside)
+        if found is None:
+            return place
+        place, inside = found, found[0]
+
+
+def _first_wrong_child(local: Local, inside: str) -> tuple[str, Difference] | None:
+    """The first in the order of execution that is given the right inputs and is wrong.
+
+    One that gives its channels in another order is taken last, and only where every part has its counterpart:
+    else what reads them may well expect that order.
+    """
+    children, reordered = _children(local, inside), None
+    for name in children:
+        wrong = local.wrong(name) if local.aligned(name) else None
+        if wrong and wrong.pass_ == "forward" and local.reordered(name):
+            reordered = reordered or (name, wrong)
+        elif wrong:
+            return name, wrong
+    below = f"{inside}." if inside else ""
+    complete = all(n in local.counterparts for n in local.calls if n.startswith(below))
+    return reordered if complete else None
+
+
+def _children(local: Local, inside: str) -> list[str]:
+    """The paired modules right below ``inside``; those of an unpaired one count as its parent's."""
+    below = f"{inside}." if inside else ""
+    names = [n for n in local.calls if n in local.counterparts and n.startswith(below) and n != inside]
+    return [n for n in names if not any(n.startswith(f"{o}.") for o in names if o != n)]
+
+
+def _same_sorted(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    pairs = [(t.flatten().sort().values, theirs.get(n)) for n, t in mine.items()]
+    return bool(pairs) and all(
+        other is not None
+        and other.numel() == own.numel()
+        and torch.allclose(own, other.flatten().sort().values, rtol=1e-9, atol=1e-12)
+        for own, other in pairs
+    )
+
+
+def _same_inputs(mine: Recorded, theirs: Recorded) -> bool:
+    """Float32 rounding apart; kinks on the way may make a few entries differ by more."""
+    own, other = (
+        [t for t in pytree.tree_leaves((c.args, c.kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
+        for c in (mine, theirs)
+    )
+    if [t.shape for t in own] != [t.shape for t in other]:
+        return False
+    return all(
+        float(relative_distance(b.detach().double(), a.detach().double())) < SAME_INPUTS
+        for a, b in zip(own, other, strict=True)
+    )
+
+
+def slightly_wrong(local: Local) -> tuple[str, Difference] | None:
+    """The first rewritten module that is no rounding off, but so little that its borders are the same."""
+    for name in local.rewritten():
+        wrong = local.wrong(name, few=True)
+        if wrong and wrong.relative < SAME_BORDERS:
+            return name, wrong
+    return None

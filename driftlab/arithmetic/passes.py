@@ -1,0 +1,217 @@
+"""One forward and backward pass of a module on given inputs, in one of several arithmetics.
+
+``float32`` is the module as it stands. ``float64`` is a copy made double that draws float32's random numbers.
+``shadow`` is the float32 code path computed in float64 (``driftlab.arithmetic.shadow``), ``shadow64`` the
+float64 code path likewise: they tell rounding, which vanishes there, from a difference in the function, which
+stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from driftlab.arithmetic.draws import Float32Draws
+from driftlab.arithmetic.shadow import eager, held, shadow, shadow_arithmetic, shadowed
+from driftlab.blame import AboutThePair, described, not_ours, theirs
+from driftlab.network.calling import cast, copied, evaluation_mode, named_leaves, seed_random_layers
+from driftlab.network.loss import loss_in, one_number
+from driftlab.network.pair import Pair
+from driftlab.words import DiagnoseError
+
+
+@dataclass
+class Recorded:
+    """What a module was given: arguments, and the gradients that came back to its floating outputs.
+
+    ``gradients`` holds None for an output, by its name, that got none. Where ``loss`` is set, the module is a
+    whole
+    network: the loss of its outputs is differentiated instead.
+    """
+
+    args: tuple
+    kwargs: dict = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    loss: Callable[[object, str], Tensor] | None = None
+    call: Callable[[nn.Module, tuple, dict], object] = lambda module, args, kwargs: module(*args, **kwargs)
+
+
+@dataclass
+class Passes:
+    """What came out, in float64: pass -> name -> tensor.
+
+    ``forward`` and ``eval`` are named by the place of the output (``named_leaves``), ``input gradient`` by
+    that of the input, ``weight gradient`` and ``buffer`` by the module's own tensors.
+    """
+
+    tensors: dict[str, dict[str, Tensor]]
+
+
+class CannotRunError(AboutThePair, RuntimeError):
+    """The module cannot run in this arithmetic; the message is one line."""
+
+
+def in_arithmetic(module: nn.Module, arithmetic: str) -> nn.Module:
+    """A copy of ``module`` ready for ``run``."""
+    if arithmetic == "shadow":
+        return shadowed(module)
+    if arithmetic == "float32":
+        return copied(module)
+    wide = copied(module).double()
+    return shadowed(wide) if arithmetic == "shadow64" else wide
+
+
+def run(
+    module: nn.Module,
+    recorded: Recorded,
+    arithmetic: str,
+    seed: int = 0,
+    evaluate: bool = True,
+    nudge: torch.Generator | None = None,
+    native_constants: bool = False,
+) -> Passes:
+    """Forward, backward and, in eval mode, forward once more, of a copy of ``module``.
+
+    Args:
+        nudge, native_constants: what becomes of the constants of a shadow run, see ``shadow_arithmetic``.
+
+    Raises:
+        CannotRunError: the module raises in this arithmetic.
+    """
+    try:
+        twin = in_arithmetic(module, arithmetic)
+        with _context(arithmetic, nudge, native_constants):
+            found = _training_pass(twin, recorded, arithmetic, seed)
+            if evaluate:
+                found["eval"] = _eval_pass(twin, recorded, arithmetic, seed)
+    except Exception as error:  # whatever a stranger's forward raises
+        not_ours(error)
+        said = str(error) if isinstance(error, DiagnoseError) else described(error, 200)
+        raise CannotRunError(said) from error
+    return Passes({pass_: {n: _plain(t) for n, t in named.items()} for pass_, named in found.items()})
+
+
+def _context(arithmetic: str, nudge: torch.Generator | None, native_constants: bool) -> ExitStack:
+    stack = ExitStack()
+    if arithmetic.startswith("shadow"):
+        stack.enter_context(shadow_arithmetic(nudge, native_constants))
+    elif arithmetic == "float64":
+        stack.enter_context(eager())
+    if arithmetic.endswith("64"):
+        stack.enter_context(Float32Draws())
+    return stack
+
+
+def _training_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int) -> dict:
+    leaves: list[Tensor] = []
+    args, kwargs = _fresh(recorded, arithmetic, leaves)
+    seed_random_layers(seed)
+    # copies, since a module may write into its arguments and leaves must not be written into
+    outputs = recorded.call(twin, _copied(args), _copied(kwargs))
+    found = {"forward": _named(outputs)}
+    if recorded.loss is not None:
+        loss = recorded.loss(outputs, arithmetic)
+        found["forward"]["loss"] = loss.detach()
+        loss.backward()
+    else:
+        _backward(outputs, recorded, arithmetic)
+    found["input gradient"] = {str(i): _gradient(leaf) for i, leaf in enumerate(leaves)}
+    found["weight gradient"] = {n: _gradient(p) for n, p in twin.named_parameters()}
+    found["buffer"] = {n: b.clone() for n, b in twin.named_buffers() if b.is_floating_point()}
+    return found
+
+
+def _eval_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int) -> dict[str, Tensor]:
+    args, kwargs = _fresh(recorded, arithmetic, [])
+    seed_random_layers(seed)
+    with evaluation_mode(twin):
+        return _named(recorded.call(twin, args, kwargs))
+
+
+def _fresh(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[tuple, dict]:
+    """The arguments in the arithmetic, leaves of their own; those that take a gradient go into ``leaves``."""
+    dtype = torch.float64 if arithmetic.endswith("64") else None
+
+    def fresh(tensor: Tensor) -> Tensor:
+        with _disable_current_modes():
+            new = tensor.detach().clone()
+            new = new.to(dtype) if dtype and new.is_floating_point() else new
+        new = shadow(new) if arithmetic.startswith("shadow") else new
+        if tensor.requires_grad:
+            leaves.append(new.requires_grad_())
+        return new
+
+    return pytree.tree_map_only(Tensor, fresh, (recorded.args, recorded.kwargs))
+
+
+def _copied(values: object) -> object:
+    return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad else t, values)
+
+
+def own_inputs(recorded: Recorded) -> tuple[tuple, dict]:
+    """The arguments as tensors of their own: a network may write into its batch."""
+
+    def own(tensor: Tensor) -> Tensor:
+        leaf = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return leaf.clone() if leaf.requires_grad else leaf  # a leaf must not be written into
+
+    return pytree.tree_map_only(Tensor, own, (recorded.args, recorded.kwargs))
+
+
+def _backward(outputs: object, recorded: Recorded, arithmetic: str) -> None:
+    named = named_leaves(outputs)
+    pairs = [
+        (named[name], g)
+        for name, g in recorded.gradients.items()
+        if g is not None and name in named and named[name].requires_grad and named[name].shape == g.shape
+    ]
+    if pairs:
+        # the sum's gradient is the numbers themselves; handing them to autograd imports sympy, a second and
+        # more
+        sum((o * _like(g, o, arithmetic)).sum() for o, g in pairs).backward()
+
+
+def _like(gradient: Tensor, output: Tensor, arithmetic: str) -> Tensor:
+    with _disable_current_modes():
+        gradient = gradient.detach().clone()
+    if arithmetic.startswith("shadow"):
+        return shadow(gradient.to(output.dtype) if output.dtype.itemsize >= 4 else gradient)
+    return gradient.to(output.dtype)
+
+
+def _named(outputs: object) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in named_leaves(outputs).items()}
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """float64, outside any arithmetic."""
+    return held(tensor).detach().double()
+
+
+def whole_network(call: Callable, loss: Callable, inputs: object, targets: object) -> Recorded:
+    """What a whole network is given: one batch and its loss."""
+
+    def measured(outputs: object, arithmetic: str) -> Tensor:
+        def values(of: object) -> object:
+            of = cast(of, torch.float64) if arithmetic.endswith("64") else of
+            return shadow(of) if arithmetic.startswith("shadow") else of
+
+        with _disable_current_modes():
+            own = loss_in(loss, lambda module: in_arithmetic(module, arithmetic), values)
+        return one_number(theirs(own, outputs, values(targets)))
+
+    return Recorded((inputs,), loss=measured, call=lambda module, args, _: call(module, args[0]))
+
+
+def on_batch(pair: Pair, batch: tuple[object, object]) -> Recorded:
+    return whole_network(pair.call, pair.loss, *batch)

@@ -1,0 +1,252 @@
+"""The tensor of shadow execution, and how an operation runs on it: see ``driftlab.arithmetic.shadow``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from driftlab.arithmetic.draws import DRAWING, drawn
+from driftlab.arithmetic.shadow_rules import (
+    BITWISE,
+    EXACT,
+    GRIDS,
+    ROUND,
+    ROUND_IN_PLACE,
+    ROUNDED,
+    is_view,
+)
+
+WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128, torch.complex64: torch.complex128}
+HALVES = (torch.float32, torch.float16, torch.bfloat16)
+WIDE |= dict.fromkeys(HALVES, torch.float64)
+_aten = torch.ops.aten
+
+
+class Shadow(Tensor):
+    """A tensor of dtype ``dtype`` by its own account, whose values are those of ``held``, in float64."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    # whether what is made of constants alone is made in the code's own dtype, see shadow_arithmetic
+    native_constants = False
+
+    @staticmethod
+    def __new__(cls, held: Tensor, dtype: torch.dtype, requires_grad: bool = False):
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            held.size(),
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=dtype,
+            device=held.device,
+            requires_grad=requires_grad,
+        )
+
+    def __init__(self, held: Tensor, dtype: torch.dtype, requires_grad: bool = False):
+        self.held, self.constant = held, False
+
+    def __repr__(self) -> str:
+        return f"Shadow({self.dtype}, {self.held!r})"
+
+    def __deepcopy__(self, memo: dict) -> Shadow:
+        return Shadow(self.held.clone(), self.dtype, self.requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return run_operation(func, args, kwargs or {})
+
+
+class Bits(Tensor):
+    """The integer view of a shadow's bits, on its way to lose some of them; it keeps the shadow."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, bits: Tensor, source: Shadow):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, bits.size(), strides=bits.stride(), dtype=bits.dtype, device=bits.device
+        )
+
+    def __init__(self, bits: Tensor, source: Shadow):
+        self.bits, self.source = bits, source
+
+    def __repr__(self) -> str:
+        return f"Bits({self.bits!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return run_operation(func, args, kwargs or {})
+
+
+def run_operation(func, args: tuple, kwargs: dict):
+    """One operation of torch, on what shadows hold; its floating results are shadows."""
+    if func in ROUND_IN_PLACE and isinstance(args[0], Shadow):
+        return args[0]
+    if func in GRIDS and isinstance(args[0], Tensor):
+        return _rounded(func, args)
+    if func is _aten.view.dtype and isinstance(args[0], Shadow | Bits):
+        return _reinterpreted(args[0], args[1])
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    if any(isinstance(leaf, Bits) for leaf in leaves):
+        return _on_bits(func, leaves, spec)
+    if is_view(func) and not any(isinstance(leaf, Shadow) for leaf in leaves):
+        return func(*args, **kwargs)  # of a plain tensor: what is written through it must arrive there
+    if Shadow.native_constants and _of_constants(func, leaves):
+        return _natively(func, leaves, spec)
+    said = _said(leaves)
+    inner = [_inner(leaf) for leaf in leaves]
+    # float64 draws other random numbers than the code's own dtype
+    out = drawn(func, *_rebuilt(inner, spec), said) if func in DRAWING else _computed(func, inner, spec)
+    if func is _aten._to_copy.default and isinstance(args[0], Shadow):
+        # a cast that changes the name only must still be a tensor of its own
+        out = out.clone() if out is args[0].held else out
+    if torch.Tag.inplace_view in func.tags:
+        with torch._C._DisableTorchDispatch():
+            func(*args, **kwargs)  # the shadow's own shape, beside that of what it holds
+    _written_back(func, leaves, inner, spec)
+    known = {id(i): leaf for i, leaf in zip(inner, leaves, strict=True) if isinstance(leaf, Shadow)}
+    return pytree.tree_map_only(Tensor, lambda t: _named(t, known, said), out)
+
+
+def _of_constants(func, leaves: list) -> bool:
+    """Whether an operation makes something new, of no parameter, no buffer and nothing of the batch."""
+    if func in DRAWING or func._schema.is_mutable:
+        _no_longer_constant(func, leaves)
+        return False
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return all(leaf.constant if isinstance(leaf, Shadow) else leaf.dtype in HALVES for leaf in tensors)
+
+
+def _no_longer_constant(func, leaves: list) -> None:
+    """What is written into may hold anything from now on."""
+    for leaf in leaves if func._schema.is_mutable else ():
+        if isinstance(leaf, Shadow):
+            leaf.constant = False
+
+
+def _natively(func, leaves: list, spec):
+    own = [leaf.held.to(leaf.dtype) if isinstance(leaf, Shadow) else leaf for leaf in leaves]
+    args, kwargs = _rebuilt(own, spec)
+
+    def constant(tensor: Tensor) -> Tensor:
+        if tensor.dtype not in HALVES:
+            return tensor
+        made = Shadow(tensor.to(torch.float64), tensor.dtype)
+        made.constant = True
+        return made
+
+    return pytree.tree_map_only(Tensor, constant, func(*args, **kwargs))
+
+
+def _computed(func, inner: list, spec):
+    args, kwargs = _rebuilt(inner, spec)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # what integers, and numbers written down, become
+    try:
+        return EXACT.get(func, func)(*args, **kwargs)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _rebuilt(leaves: list, spec) -> tuple:
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def _inner(leaf: object) -> object:
+    """What an operation is given in place of an argument."""
+    if isinstance(leaf, Shadow):
+        return leaf.held
+    if isinstance(leaf, Tensor) and leaf.dtype in WIDE:
+        return leaf.to(WIDE[leaf.dtype])
+    if isinstance(leaf, torch.dtype):
+        return WIDE.get(leaf, leaf)
+    return leaf
+
+
+def _written_back(func, leaves: list, inner: list, spec) -> None:
+    """A plain tensor that an operation changes in place was replaced by a wider one: give it the values."""
+    if not func._schema.is_mutable:
+        return
+    args, kwargs = _rebuilt(leaves, spec)
+    wide, wide_kwargs = _rebuilt(inner, spec)
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        by_place = number < len(args)
+        leaf = args[number] if by_place else kwargs.get(argument.name)
+        value = wide[number] if by_place else wide_kwargs.get(argument.name)
+        if isinstance(leaf, Tensor) and not isinstance(leaf, Shadow) and value is not leaf:
+            leaf.copy_(value)
+
+
+def _said(leaves: list) -> torch.dtype:
+    """The dtype that results say they have: what was asked for, else the promoted one of the arguments."""
+    asked = [leaf for leaf in leaves if isinstance(leaf, torch.dtype) and leaf in WIDE]
+    if asked:
+        return asked[-1]
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype in WIDE]
+    dimensioned = [t for t in tensors if t.dim()] or tensors
+    if not dimensioned:
+        return torch.get_default_dtype()
+    said = dimensioned[0].dtype
+    for tensor in dimensioned[1:]:
+        said = torch.promote_types(said, tensor.dtype)
+    return said
+
+
+def _named(tensor: Tensor, known: dict[int, Shadow], said: torch.dtype) -> Tensor:
+    if id(tensor) in known:
+        return known[id(tensor)]
+    if tensor.dtype not in WIDE or isinstance(tensor, Shadow):
+        return tensor
+    wide = tensor.to(WIDE[tensor.dtype])
+    if wide.is_complex():  # a conjugate that is one by its flag alone, which a shadow has not
+        wide = wide.resolve_conj()
+    wide = wide.resolve_neg()
+    return Shadow(wide, _as_kind(said, wide.dtype))
+
+
+def _as_kind(said: torch.dtype, held_as: torch.dtype) -> torch.dtype:
+    """The real or the complex dtype of the same width as ``said``."""
+    if held_as.is_complex and not said.is_complex:
+        return torch.complex128 if said is torch.float64 else torch.complex64
+    if said.is_complex and not held_as.is_complex:
+        return torch.float64 if said is torch.complex128 else torch.float32
+    return said
+
+
+def _rounded(func: Callable, args: tuple):
+    tensor = args[0]
+    if not isinstance(tensor, Shadow):
+        return func(*args)
+    same = Shadow(tensor.held.clone(), tensor.dtype)
+    if func in ROUND:
+        return same
+    return same, torch.ones_like(tensor.held, dtype=torch.bool)
+
+
+def _reinterpreted(tensor: Shadow | Bits, dtype: torch.dtype) -> Tensor:
+    """Bits that come back as a number near the one they were took a rounding; else they are a new number."""
+    if isinstance(tensor, Bits):
+        if not dtype.is_floating_point:
+            return Bits(tensor.bits.view(dtype), tensor.source)
+        value, source = tensor.bits.view(dtype).double(), tensor.source.held
+        if value.shape != source.shape:
+            return Shadow(value, dtype)
+        near = (value - source).abs() <= ROUNDED * source.abs()
+        return Shadow(torch.where(near, source, value), dtype)
+    if dtype.is_floating_point:
+        return Shadow(tensor.held.clone(), dtype)
+    return Bits(tensor.held.to(tensor.dtype).view(dtype), tensor)
+
+
+def _on_bits(func, leaves: list, spec):
+    source = next(leaf.source for leaf in leaves if isinstance(leaf, Bits))
+    plain = [leaf.bits if isinstance(leaf, Bits) else leaf for leaf in leaves]
+    args, kwargs = _rebuilt(plain, spec)
+    out = func(*args, **kwargs)
+    if isinstance(out, Tensor) and func._opname in BITWISE and out.shape == source.shape:
+        return Bits(out, source)
+    return out

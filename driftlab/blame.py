@@ -1,0 +1,102 @@
+"""Whose code raised: that of the pair under examination, or driftlab's own.
+
+The one is told to the user, who can mend it. The other is a mistake in the instrument: it must never pass for
+a network that merely could not be asked.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from traceback import walk_tb
+from typing import Any
+
+_OURS = str(Path(__file__).resolve().parent)
+_TORCH = str(Path(find_spec("torch").origin).parent) if find_spec("torch") else "\0"
+_STANDARD = sysconfig.get_path("stdlib")
+# Arithmetic that stands under somebody's forward: what it cannot follow says nothing about our own code.
+_UNDER_THE_PAIR = tuple(
+    str(Path(_OURS, "arithmetic", f"{part}.py"))
+    for part in ("shadow", "shadow_tensor", "shadow_rules", "draws")
+)
+# Where torch hands over to a module's forward and to its backward.
+_HANDED_OVER = {"_call_impl", "_engine_run_backward"}
+_OPTIMIZERS = str(Path(_TORCH, "optim"))
+_MISTAKES = (NameError, AttributeError, TypeError, LookupError, ImportError, AssertionError, ArithmeticError)
+
+
+class AboutThePair:
+    """Mixed into the errors that driftlab raises about the networks it was given."""
+
+
+def theirs(function: Callable, *args: object) -> Any:
+    """Call what the user handed over (a loss, an optimizer's maker): what it raises is of the user's code."""
+    return function(*args)
+
+
+# What CUDA, cuDNN, cuBLAS and their like say, and torch's allocator for the CPU: plain RuntimeErrors all.
+_NO_MEMORY = re.compile(r"out of memory|_ALLOC(ATION)?_FAILED|can't allocate memory", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """By name and message, since who asks may not want to wait for torch, whose error it mostly is."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether ``error`` arose in driftlab's own code, seen from the innermost frame of its traceback.
+
+    It is the pair's where a module, a backward pass, an optimizer or ``theirs`` was at work. Everything else
+    that driftlab calls is a tool of its own: in doubt the instrument is at fault, and no verdict rests on it.
+    """
+    if isinstance(error, AboutThePair) or is_out_of_memory(error):
+        return False
+    frames = [(f.f_code.co_filename, f.f_code.co_name) for f, _ in walk_tb(error.__traceback__)]
+    if frames and isinstance(error, NameError) and frames[-1][0].startswith(_OURS):
+        return True
+    for file, function in reversed(frames):
+        if file.startswith(_TORCH) and (function in _HANDED_OVER or file.startswith(_OPTIMIZERS)):
+            return False
+        if file == __file__ and function == theirs.__name__:
+            return False
+        if file.startswith(_OURS):
+            return file not in _UNDER_THE_PAIR
+    return False
+
+
+def not_ours(error: Exception) -> None:
+    """For whoever takes any error of a stranger's code for an answer: raises a mistake of our own again."""
+    if isinstance(error, _MISTAKES) and is_ours(error):
+        raise error
+
+
+def described(error: BaseException, length: int = 150) -> str:
+    """Type, message and place in one line: ``ValueError: no such axis (probes/function.py:33)``.
+
+    The place is the innermost line of whoever is at fault; none where torch alone was at work.
+    """
+    message = " ".join(str(error).split())[:length]
+    said = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    place = _place(error)
+    return f"{said} ({'/'.join(Path(place[0]).parts[-2:])}:{place[1]})" if place else said
+
+
+def _place(error: BaseException) -> tuple[str, int] | None:
+    """File and line, as far in as the code goes that is at fault: torch and the standard library are not."""
+    ours, frames = is_ours(error), list(walk_tb(error.__traceback__))
+    for frame, line in reversed(frames if ours else frames[1:]):  # the first is who caught it
+        file = frame.f_code.co_filename
+        if not _hands_over(file) and file.startswith(_OURS) <= ours:
+            return file, line
+    return None
+
+
+def _hands_over(file: str) -> bool:
+    """Whether it is of torch, the standard library or Hydra, which call somebody's code and raise for it."""
+    standard = file.startswith(_STANDARD) and "site-packages" not in file
+    return standard or file.startswith((_TORCH, "<")) or "/hydra/_internal/" in file

@@ -1,0 +1,197 @@
+"""The stepping loop: all arms see the same batch at every step, one after the other.
+
+Plain PyTorch. ``forward_backward(step)`` runs every arm and measures it, ``update(step)`` moves its
+weights; an arm with horizon H is measured at the steps 0..H and updated after 0..H-1, so row 0 of its
+curves stands before any update and row H after the last. The activations of one arm at a time are
+alive. What is measured (``driftlab.measures``) stays on the device until ``flush``: no
+synchronisation a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from driftlab.arithmetic.draws import Draws
+from driftlab.arithmetic.kinks import KinkSides, kink_sides
+from driftlab.blame import theirs
+from driftlab.lockstep.arm import DTYPES, Arm
+from driftlab.lockstep.distance import Folded, Layout
+from driftlab.lockstep.seen import Seen
+from driftlab.measures import Measure, Moment, measures_at
+from driftlab.measures.loss import MEASURE as LOSS
+from driftlab.network.calling import (
+    Call,
+    cast,
+    copied,
+    evaluation_mode,
+    outputs_as_vector,
+    own_batch,
+    seed_random_layers,
+    step_seed,
+    whole,
+)
+from driftlab.network.loss import Loss, loss_in, one_number
+
+Row = dict[str, float]
+
+# How many steps a GPU may run ahead of the host before its measurements are fetched, and so how late
+# the host learns of a NaN. The record does not depend on it.
+FLUSH_EVERY = {"cpu": 1, "cuda": 25}
+
+
+class Lockstep:
+    """Steps the arms together and keeps the rows of their curves.
+
+    Args:
+        arms: each behind its against, as ``driftlab.lockstep.arm.grow`` returns them.
+        loss: ``loss(outputs, targets)``, a scalar; a module is copied, into each arm's dtype.
+        seed: of the random layers (dropout): reset to the same state before each arm at each step.
+        logged: which steps leave a row; the last step of every arm always does.
+        call: how a module takes its inputs.
+
+    Attributes:
+        rows: step -> column -> value, columns named as in ``curves.csv``; complete up to the last flush.
+    """
+
+    def __init__(
+        self,
+        arms: Sequence[Arm],
+        loss: Loss,
+        seed: int = 0,
+        logged: Callable[[int], bool] | None = None,
+        call: Call = whole,
+    ):
+        self.arms, self.loss, self.seed, self.call = list(arms), loss, seed, call
+        self.rows: dict[int, Row] = {}
+        self.layouts: dict[tuple[str, str], Layout] = {}
+        self._sides: dict[str, KinkSides] = {}
+        self._draws: dict[tuple[str, bool], Draws] = defaultdict(Draws)
+        self._logged = logged or (lambda step: True)
+        self._losses = {arm.name: _in_dtype(loss, DTYPES[arm.dtype]) for arm in self.arms}
+        self._compared = {measure.name: measure.compared for measure in measures_at(Moment.STEP)}
+        self._pending: list[tuple[int, list[str], Tensor]] = []
+        device = next(self.arms[0].module.parameters()).device
+        self._flush_every = FLUSH_EVERY.get(device.type, 1)
+
+    @property
+    def steps(self) -> int:
+        """The longest horizon among the arms."""
+        return max(arm.horizon for arm in self.arms)
+
+    def is_logged(self, step: int) -> bool:
+        return self._logged(step) or any(step == arm.horizon for arm in self.arms)
+
+    def live(self, step: int) -> list[Arm]:
+        return [arm for arm in self.arms if arm.measured_at(step)]
+
+    def forward_backward(self, step: int, inputs: object, targets: object) -> None:
+        """Run every living arm on the batch, leave its gradients, and measure where the step is logged."""
+        # the loss tells at every step whether the arm has blown up
+        measures = measures_at(Moment.STEP) if self.is_logged(step) else (LOSS,)
+        folded, seen, measured = Folded(self.layouts), {}, {}
+        for arm in self.live(step):
+            seen[arm.name] = self._run(arm, folded, step, inputs, targets)
+            measured |= _measured(measures, arm, seen)
+        self._keep(step, measured)
+
+    def update(self, step: int) -> None:
+        """One step of every arm's optimizer and scheduler, where its horizon and its loss allow it."""
+        for arm in self.arms:
+            if arm.updated_at(step):
+                arm.optimizer.step()
+                if arm.scheduler is not None:
+                    arm.scheduler.step()
+                if arm.after_update is not None:
+                    arm.after_update()
+
+    def flush(self) -> None:
+        """Fetch what was measured since the last time; mark the arms whose loss became NaN or inf."""
+        for step, columns, values in self._pending:
+            numbers = dict(zip(columns, values.tolist(), strict=True))
+            self._mark_blown_up(step, numbers)
+            if self.is_logged(step):
+                self.rows[step] = {c: v for c, v in numbers.items() if self._counts(c, step)}
+        self._pending.clear()
+
+    def _counts(self, column: str, step: int) -> bool:
+        """Whether a value stands: a GPU runs on for some steps before the host sees that an arm blew up."""
+        kind, name = column.split("/")
+        arm = next(a for a in self.arms if a.name == name)
+        against = arm.against if self._compared[kind] else None
+        return arm.measured_at(step) and (against is None or against.measured_at(step))
+
+    def evaluate(self, step: int, batches: Sequence[tuple[object, object]]) -> Row:
+        """What is measured in eval mode over ``batches``, of every arm that still trains at ``step``."""
+        self.flush()
+        folded, seen, measured = Folded(self.layouts), {}, {}
+        for arm in (a for a in self.live(step) if a.blown_up_at is None):
+            outputs, targets = self.predictions(arm, batches)
+            seen[arm.name] = Seen(arm, folded, outputs, targets, outputs_as_vector(outputs))
+            measured |= _measured(measures_at(Moment.EVALUATION), arm, seen)
+        return {column: float(value) for column, value in measured.items()}
+
+    def predictions(self, arm: Arm, batches: Iterable[tuple[object, object]]) -> tuple[object, object]:
+        """Eval-mode outputs of ``arm`` over ``batches``, in float64, and the targets.
+
+        Of several batches both are tensors, joined along their first dimension; of one they may be anything.
+        """
+        seed_random_layers(self.seed)
+        with evaluation_mode(arm.module), self._drawing(arm, training=False):
+            pairs = [(self.call(arm.module, own_batch(x, DTYPES[arm.dtype])), y) for x, y in batches]
+        outputs, targets = pairs[0] if len(pairs) == 1 else map(torch.cat, zip(*pairs, strict=True))
+        return cast(outputs, torch.float64), targets
+
+    def _run(self, arm: Arm, folded: Folded, step: int, inputs: object, targets: object) -> Seen:
+        seed_random_layers(step_seed(self.seed, step))
+        arm.optimizer.zero_grad(set_to_none=True)
+        vector = sides = None
+        with self._drawing(arm, training=True):
+            outputs = self.call(arm.module, own_batch(inputs, DTYPES[arm.dtype]))
+            loss = one_number(theirs(self._losses[arm.name], outputs, cast(targets, DTYPES[arm.dtype])))
+            if self.is_logged(step):
+                sides = self._sides[arm.name] = kink_sides(loss, self._sides.get(arm.name))
+            loss.backward()
+        outputs = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
+        if self.is_logged(step):
+            vector = outputs_as_vector(outputs)
+        return Seen(arm, folded, outputs, targets, vector, loss.detach(), sides)
+
+    def _drawing(self, arm: Arm, training: bool) -> AbstractContextManager[None]:
+        """Inside, a float64 arm draws its random numbers as its float32 arm does."""
+        wide = arm.dtype == "float64"
+        return self._draws[arm.name, training].as_float32() if wide else nullcontext()
+
+    def _keep(self, step: int, measured: dict[str, Tensor]) -> None:
+        device = next(iter(measured.values())).device if measured else None
+        values = [v.to(device=device, dtype=torch.float64) for v in measured.values()]
+        self._pending.append((step, list(measured), torch.stack(values) if values else torch.zeros(0)))
+        if len(self._pending) >= self._flush_every:
+            self.flush()
+
+    def _mark_blown_up(self, step: int, numbers: Row) -> None:
+        for arm in self.arms:
+            loss = numbers.get(f"loss/{arm.name}", 0.0)
+            if arm.blown_up_at is None and not math.isfinite(loss):
+                arm.blown_up_at = step
+
+
+def _in_dtype(loss: Loss, dtype: torch.dtype) -> Loss:
+    return loss_in(loss, lambda module: copied(module).to(dtype), lambda held: cast(held, dtype))
+
+
+def _measured(measures: Iterable[Measure], arm: Arm, seen: Mapping[str, Seen]) -> dict[str, Tensor]:
+    """Column -> value of one arm, against an arm that was ``seen`` before it."""
+    against = seen.get(arm.against.name) if arm.against else None
+    values = {
+        f"{measure.name}/{arm.name}": measure.measure(seen[arm.name], against)
+        for measure in measures
+        if against is not None or not measure.compared
+    }
+    return {column: value for column, value in values.items() if value is not None}

@@ -1,0 +1,52 @@
+"""What was seen of an arm in one pass over a batch or the test images: all that a measure may read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from driftlab.arithmetic.kinks import KinkSides
+from driftlab.lockstep.arm import Arm
+from driftlab.lockstep.distance import Folded
+
+
+@dataclass(eq=False)
+class Seen:
+    """One arm after its backward pass, before its update; or in an evaluation.
+
+    Attributes:
+        arm: with its weights, gradients and buffers as they are now.
+        outputs: what the network returned, without a graph.
+        targets: as they belong to the outputs; None where there are none.
+        vector: all that the network returned, in one float64 vector; None at a step that leaves no row.
+        loss: a scalar; None in an evaluation.
+        sides: of the kinks; None in an evaluation and at a step that leaves no row.
+    """
+
+    arm: Arm
+    folded: Folded
+    outputs: object
+    targets: object
+    vector: Tensor | None = None
+    loss: Tensor | None = None
+    sides: KinkSides | None = None
+
+    def tensors(self, kind: str) -> Tensor:
+        """Everything of one ``kind`` (weight, gradient, buffer), after folding, in one float64 vector."""
+        return self.folded.vector(self.arm, kind)
+
+    def distance(self, kind: str) -> Tensor | None:
+        """The relative distance of ``tensors`` from those of the arm's against."""
+        return self.folded.distance(self.arm, kind)
+
+    @cached_property
+    def classes(self) -> Tensor | None:
+        """The class predicted for each image, [N]; None where this is no classification."""
+        outputs, targets = self.outputs, self.targets
+        if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
+            return None
+        if outputs.dim() != 2 or targets.is_floating_point() or targets.shape != outputs.shape[:1]:
+            return None
+        return outputs.argmax(1)

@@ -1,0 +1,164 @@
+"""The lockstep window: the first steps of training, in both dtypes, beside an ensemble of controls.
+
+Nine time steps of an ensemble of tiny perturbations are how climate science accepts a port of its codes
+(Milroy, Baker, Hammerling, Jessup, "Nine time steps", GMD 2018). The controls here are the reference with one
+weight moved by one ulp, with every weight so moved, and with every weight so moved again after each update,
+since a rewrite rounds otherwise at every step.
+
+``Snapshots`` keeps the pair of any float32 training at its steps. At a later step drift has parted the
+weights, so they are made equal: the reference gets the candidate's, by the fold. Then the probes of one step
+serve again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from torch import nn
+
+from driftlab.fold.layout import relative_distance
+from driftlab.lockstep.arm import ENSEMBLE, Arm, Control, grow
+from driftlab.lockstep.loop import Lockstep
+from driftlab.network.calling import step_seed
+from driftlab.network.pair import Pair, without_gradients
+from driftlab.record.seed_record import Row, SeedRecord
+from driftlab.words import Place
+
+Batch = tuple[object, object]
+
+
+class Run(Protocol):
+    """A float32 training of both networks that can be walked through step by step."""
+
+    steps: int
+
+    def walk(self) -> Iterator[int]: ...
+
+    def arm(self, name: str) -> Arm: ...
+
+    def batch(self, step: int) -> Batch: ...
+
+
+class Snapshots:
+    """Copies of both networks before each step that ``run.walk()`` comes by."""
+
+    def __init__(self, pair: Pair, run: Run):
+        self.pair, self._run = pair, run
+        self._kept: dict[int, tuple[nn.Module, nn.Module]] = {}
+        for step in run.walk():
+            both = (run.arm(f"{role}.float32").module for role in ("reference", "candidate"))
+            self._kept[step] = tuple(without_gradients(m) for m in both)
+
+    @property
+    def last(self) -> int:
+        return max(self._kept)
+
+    def at(self, step: int) -> tuple[Pair, Batch]:
+        """Both on the weights that the candidate has before ``step``, and that step's batch."""
+        pair = self.pair.in_step(*self._kept[step])
+        # random layers as lockstep seeds them at this step
+        return replace(pair, seed=step_seed(pair.seed, step)), self._run.batch(step)
+
+    def moved_apart(self, step: int) -> Place:
+        """The module whose weights the update before ``step`` parted most, in units of their own size."""
+        mine, theirs = self._kept[step]
+        folded = self.pair.comparable(dict(theirs.named_parameters()))
+        apart = {
+            n: float(relative_distance(folded[n].detach(), p.detach()))
+            for n, p in mine.named_parameters()
+            if n in folded
+        }
+        name = max(apart, key=apart.__getitem__)
+        return Place(name.rpartition(".")[0], "update", max(0, step - 1))
+
+
+# How often in the window eval mode is looked at, besides before the first step and after the last.
+EVALUATE_EVERY = 5
+Batches = Sequence[tuple[object, object]]
+
+
+class Window:
+    """Reference, candidate and controls over some steps.
+
+    Args:
+        steps: updates.
+        float64: whether the candidate takes part in float64 too.
+        controls: which of ``ENSEMBLE``; none for a second run that only has to repeat the first.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        batches: Batches,
+        steps: int,
+        *,
+        dtypes: Sequence[str] = ("float64", "float32"),
+        float64: bool = True,
+        controls: Sequence[Control] = ENSEMBLE,
+    ):
+        self.pair, self.batches, self.steps = pair, batches, steps
+        s = pair
+        arms = grow(
+            s.reference,
+            s.candidate,
+            optimizer=s.optimizer,
+            candidate_optimizer=s.candidate_optimizer,
+            horizons=dict.fromkeys(dtypes, steps),
+            controls=controls,
+            fold=s.comparable,
+            nudge_seed=s.seed,
+            float64_candidate=float64,
+        )
+        self.lockstep = Lockstep(arms, s.loss, seed=s.seed, call=s.call)
+        self.evaluations: dict[int, Row] = {}
+
+    def arm(self, name: str) -> Arm:
+        return next(a for a in self.lockstep.arms if a.name == name)
+
+    def batch(self, step: int) -> tuple[object, object]:
+        return self.batches[step % len(self.batches)]
+
+    def run(self) -> SeedRecord:
+        """All steps, and the row after the last update."""
+        for step in self.walk():
+            if step in self._evaluated():
+                self.evaluations[step] = self._evaluate(step)
+        return self.record()
+
+    def walk(self) -> Iterator[int]:
+        """Before each step its number, with the arms as they stand; the last comes after the last update."""
+        for step in range(self.steps + 1):
+            yield step
+            self.lockstep.forward_backward(step, *self.batch(step))
+            if step < self.steps:
+                self.lockstep.update(step)
+
+    def record(self) -> SeedRecord:
+        """Of all steps so far, those included that a device still holds."""
+        self.lockstep.flush()
+        rows = [{"step": s, **row} for s, row in sorted(self.lockstep.rows.items())]
+        evaluations = [{"step": s, **row} for s, row in sorted(self.evaluations.items())]
+        arms = {
+            a.name: {"blown_up_at": a.blown_up_at, "against": a.against.name if a.against else None}
+            for a in self.lockstep.arms
+        }
+        return SeedRecord(self.pair.seed, rows, evaluations, {"arms": arms})
+
+    def _evaluated(self) -> set[int]:
+        return {*range(0, self.steps, EVALUATE_EVERY), self.steps}
+
+    def _evaluate(self, step: int) -> Row:
+        """In eval mode on the first batch; its targets are those of training, and tell nothing here."""
+        return self.lockstep.evaluate(step, [(self.batches[0][0], None)])
+
+
+def same_rows(first: SeedRecord, second: SeedRecord) -> int | None:
+    """The first step at which two runs differ in any number that both measured; None where there is none."""
+    for one, other in itertools.zip_longest(first.curves, second.curves, fillvalue={}):
+        common = one.keys() & other.keys()
+        if any(one[c] != other[c] and not (one[c] != one[c] and other[c] != other[c]) for c in common):
+            return int(one["step"])
+    return None

@@ -1,0 +1,15 @@
+"""How far the buffers of an arm (running statistics) are from those of its against, after folding."""
+
+from driftlab.measures.measure import TEST_IMAGES, Measure, Moment, Scale
+
+MEASURE = Measure(
+    name="buffer_distance",
+    title="Buffer distance",
+    unit="relative",
+    order=40,
+    section=TEST_IMAGES,
+    measure=lambda own, _: own.distance("buffer"),
+    compared=True,
+    scale=Scale.DISTANCE,
+    moment=Moment.EVALUATION,
+)

@@ -1,0 +1,30 @@
+"""The share of the test images on which an arm and its against predict different classes (churn)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from driftlab.measures.measure import TEST_IMAGES, Measure, Moment
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from driftlab.lockstep.seen import Seen
+
+
+def share_apart(own: Seen, against: Seen) -> Tensor | None:
+    if own.classes is None or against.classes is None:
+        return None
+    return (own.classes != against.classes).double().mean()
+
+
+MEASURE = Measure(
+    name="disagreement",
+    title="Disagreement",
+    unit="share of test images",
+    order=20,
+    section=TEST_IMAGES,
+    measure=share_apart,
+    compared=True,
+    moment=Moment.EVALUATION,
+)

@@ -1,0 +1,203 @@
+"""Handling a network: how it is copied, and called: batch, dtype, mode, random state, outputs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from driftlab.blame import theirs
+from driftlab.fold.layout import flat
+from driftlab.process import put_back
+from driftlab.refusing import told
+from driftlab.words import DiagnoseError
+
+
+def copied(module: nn.Module) -> nn.Module:
+    """A deep copy, hooks on its parameters' gradients included; nothing of it is the network's own.
+
+    Raises:
+        DiagnoseError: the network cannot be copied, or what it gives for a copy is tied to itself.
+    """
+    with told(f"{type(module).__name__} cannot be copied"):
+        try:
+            twin = theirs(copy.deepcopy, module, _script_copies(module))
+        except RuntimeError:  # torch copies no tensor that was computed
+            twin = theirs(copy.deepcopy, module, _script_copies(module) | _computed(module))
+        _refuse_ties(module, twin)
+        for own, new in zip(module.parameters(), twin.parameters(), strict=True):
+            carry_hooks(own, new)
+    return twin
+
+
+def _computed(module: nn.Module) -> dict[int, Tensor]:
+    """Values in place of what a network has computed and keeps: an old ``weight_norm``'s or a pruned weight,
+    a cache. Hooks compute it anew at the next call."""
+    kept = [t for part in module.modules() for t in pytree.tree_leaves(vars(part)) if isinstance(t, Tensor)]
+    return {id(t): t.detach().clone() for t in kept if not t.is_leaf}
+
+
+def _refuse_ties(module: nn.Module, twin: nn.Module) -> None:
+    """A ``__deepcopy__`` of its own may hand out the network itself, which would then be trained."""
+    mine, others = ([*m.modules(), *m.parameters(), *m.buffers()] for m in (module, twin))
+    own = {id(part) for part in mine} | {at for part in mine if (at := _memory(part))}
+    if any(id(part) in own or _memory(part) in own for part in others):
+        raise DiagnoseError(
+            f"{type(module).__name__} cannot be copied: its deep copy shares modules or tensors with it, so "
+            "that a training would change both: mend its __deepcopy__"
+        )
+
+
+def _memory(part: nn.Module | Tensor) -> int:
+    """Where a plain tensor's numbers lie; 0 of anything else, which no two need share."""
+    if type(part) not in (Tensor, nn.Parameter) or part.layout is not torch.strided:
+        return 0
+    return part.untyped_storage().data_ptr()
+
+
+def _script_copies(module: nn.Module) -> dict[int, nn.Module]:
+    """TorchScript's own deep copies have parameters that no optimizer takes; stored ones are right."""
+    copies: dict[int, nn.Module] = {}
+    inside: set[int] = set()
+    for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule) and id(part) not in inside:
+            inside |= {id(m) for m in part.modules()}
+            stored = io.BytesIO()
+            torch.jit.save(part, stored)
+            stored.seek(0)
+            copies[id(part)] = torch.jit.load(stored)
+    return copies
+
+
+def carry_hooks(mine: Tensor, theirs: Tensor) -> None:
+    """Register on ``theirs`` what is registered on ``mine`` and not on it."""
+    if mine._backward_hooks and not theirs._backward_hooks:
+        for hook in mine._backward_hooks.values():
+            theirs.register_hook(hook)
+    after = getattr(mine, "_post_accumulate_grad_hooks", None)
+    if after and not getattr(theirs, "_post_accumulate_grad_hooks", None):
+        for hook in after.values():
+            theirs.register_post_accumulate_grad_hook(hook)
+
+
+Call = Callable[[nn.Module, object], object]
+
+
+def whole(module: nn.Module, inputs: object) -> object:
+    return module(inputs)
+
+
+def unpacked(module: nn.Module, inputs: object) -> object:
+    return module(*inputs)
+
+
+def by_keyword(module: nn.Module, inputs: Mapping) -> object:
+    return module(**inputs)
+
+
+def calling(module: nn.Module, inputs: object) -> Call:
+    """How ``module`` is to be called on ``inputs``, by the signature of its ``forward``.
+
+    A tensor is handed over as it is. A dict becomes keywords where ``forward`` has parameters of those
+    names, a tuple or list becomes arguments where ``forward`` takes that many; else each is handed over
+    whole.
+    """
+    if isinstance(inputs, Tensor) or not isinstance(inputs, Mapping | tuple | list):
+        return whole
+    try:
+        parameters = list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):  # no Python function: a compiled module
+        return by_keyword if isinstance(inputs, Mapping) else unpacked
+    kinds = {p.kind for p in parameters}
+    if isinstance(inputs, Mapping):
+        named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        fits = set(inputs) <= named or inspect.Parameter.VAR_KEYWORD in kinds
+        return by_keyword if fits else whole
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return unpacked if len(positional) >= len(inputs) or inspect.Parameter.VAR_POSITIONAL in kinds else whole
+
+
+def cast(inputs: object, dtype: torch.dtype) -> object:
+    """The floating tensors of a batch (tensor, tuple, list or dict) in ``dtype``; the rest as it is."""
+    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+
+
+def own_batch(inputs: object, dtype: torch.dtype) -> object:
+    """As ``cast``, in tensors of its own: a network may write into its batch before the next arm sees it."""
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.detach().to(dtype, copy=True) if t.is_floating_point() else t, inputs
+    )
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module):
+    """Eval mode and no gradients inside; every submodule's own mode as it was afterwards."""
+    modes = {m: m.training for m in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for submodule, training in modes.items():
+            submodule.training = training
+
+
+def seed_random_layers(seed: int) -> None:
+    """The same random state before each run, and the same settings, whatever the last network changed.
+
+    As ``torch.manual_seed``, which keeps a stack trace a call for a GPU that nobody has started.
+    """
+    put_back()
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
+def random_state() -> bytes:
+    """Of the generators that ``seed_random_layers`` seeds. The host holds it: no device is waited for."""
+    started = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return b"".join(g.get_state().numpy().tobytes() for g in (torch.default_generator, *started))
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Of the random layers at one step."""
+    return (seed << 32) + step
+
+
+def named_leaves(outputs: object) -> dict[str, Tensor]:
+    """The floating tensors in whatever a network returns, by their place in it: "", "0", "0.hidden".
+
+    Entries of mappings come in the order of their keys, whatever order the network makes them in; fields of
+    named tuples and data classes by number, so that a tuple with and one without names are the same.
+    """
+    found: dict[str, Tensor] = {}
+    _collect(outputs, "", found)
+    return found
+
+
+def _collect(value: object, name: str, found: dict[str, Tensor]) -> None:
+    below = f"{name}." if name else ""
+    if isinstance(value, Tensor):
+        if value.is_floating_point():
+            found[name] = value
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            _collect(value[key], f"{below}{key}", found)
+    elif isinstance(value, tuple | list):
+        for number, part in enumerate(value):
+            _collect(part, f"{below}{number}", found)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for number, part in enumerate(vars(value).values()):
+            _collect(part, f"{below}{number}", found)
+
+
+def outputs_as_vector(outputs: object) -> Tensor:
+    """The floating tensors in whatever a network returns (tensor, tuple, dict), in one float64 vector."""
+    return flat(named_leaves(outputs).values())

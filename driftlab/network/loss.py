@@ -1,0 +1,39 @@
+"""The loss: its tensors in the arithmetic that it is asked in, and what it must return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from driftlab.words import DiagnoseError
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+def loss_in(loss: Loss, module: Callable[[nn.Module], nn.Module], values: Callable[[object], object]) -> Loss:
+    """``loss`` with its tensors in another arithmetic: a module's own, or those that a ``partial`` holds.
+
+    A copy, so that what a loss keeps from call to call stays with one network.
+
+    Args:
+        module, values: put a module, or a structure of tensors, into the arithmetic, as copies.
+    """
+    if isinstance(loss, nn.Module):
+        return module(loss)
+    if isinstance(loss, partial):
+        held: Any = values((loss.args, loss.keywords))
+        return partial(loss.func, *held[0], **held[1])
+    return loss
+
+
+def one_number(loss: object) -> Tensor:
+    """What a loss returned, as a scalar. Raises DiagnoseError where it is none that could be trained on."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
+        what = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise DiagnoseError(f"loss(outputs) is not one real number but {what}: sum or average it")
+    if not loss.requires_grad:
+        raise DiagnoseError("the loss depends on no parameter and no input: everything is detached")
+    return loss.reshape(())

@@ -1,0 +1,106 @@
+"""One pair on one batch: what the probes share of it, and asking them in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from driftlab.arithmetic.comparison import Comparison, compare
+from driftlab.arithmetic.locating import Local, local_calls
+from driftlab.arithmetic.passes import CannotRunError, Recorded, on_batch
+from driftlab.arithmetic.shadow import eager
+from driftlab.blame import is_ours
+from driftlab.network.pair import Pair
+from driftlab.network.start import Start, start_differences
+from driftlab.probes.probe import Probe
+from driftlab.words import Finding, Verdict, standing
+
+
+@dataclass
+class Examination:
+    """One pair on one batch, and what was found so far.
+
+    Attributes:
+        findings: in the order in which they were asked.
+        comparable: whether runs of the two can be compared step by step (they draw the same random numbers).
+        trains: whether the two are to be trained; if not, a parameter may be gone into another one.
+        narrow_constants: whether one of the two stores constants in float32, so that its float64 is none.
+        narrow_state: whether the candidate keeps weights, or its optimizer's state, in fewer bits.
+    """
+
+    pair: Pair
+    batch: tuple[object, object]
+    findings: list[Finding] = field(default_factory=list)
+    comparable: bool = True
+    narrow_constants: bool = False
+    narrow_state: bool = False
+    trains: bool = True
+
+    @cached_property
+    def whole(self) -> Recorded:
+        return on_batch(self.pair, self.batch)
+
+    @cached_property
+    def network(self) -> Comparison:
+        """The two networks on the batch."""
+        p = self.pair
+        alone = not self.trains  # where they are trained, their curves have a say
+        return compare(p.reference, p.candidate, self.whole, p.comparable, seed=p.seed, alone=alone)
+
+    @cached_property
+    def local(self) -> Local:
+        """Every pair of modules on what the reference's was given."""
+        return local_calls(self.pair, self.batch)
+
+    @cached_property
+    def start(self) -> list[Start]:
+        """What differs before any training."""
+        return start_differences(self.pair.reference, self.pair.candidate, self.pair.fold)
+
+    @property
+    def float64(self) -> bool:
+        """Whether the candidate's float64 is float64: it runs, and keeps the bits."""
+        narrow = self.network.float64_not_honoured or self.narrow_constants or self.narrow_state
+        return "float64" not in self.network.failed and not narrow
+
+    @property
+    def compared_modules(self) -> bool:
+        """Whether modules were compared one by one, so that ``local`` costs nothing more."""
+        return "local" in vars(self)
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the two networks differ by more than rounding."""
+        return bool(self.network.wrong())
+
+    def supports(self, verdict: Verdict) -> bool:
+        return any(f.evidence.supports is verdict for f in standing(self.findings))
+
+
+def examine(found: Examination, probes: Iterable[Probe]) -> Iterable[Finding]:
+    """Ask ``probes`` in their order and keep what they find; each new finding is yielded as it comes.
+
+    A probe that fails costs its own answer, which is said; the others go on. A network that does not repeat
+    itself ends the examination.
+
+    Raises:
+        CannotRunError: one of the two does not run on the batch at all.
+    """
+    for probe in probes:
+        with nullcontext() if probe.as_compiled else eager():
+            new = _asked(probe, found)
+        found.findings += new
+        yield from new
+        if found.supports(Verdict.NONDETERMINISTIC) and not found.supports(Verdict.BUG):
+            return
+
+
+def _asked(probe: Probe, found: Examination) -> list[Finding]:
+    try:
+        return list(probe.ask(found))
+    except CannotRunError:
+        raise
+    except Exception as error:
+        return [probe.failed(error) if is_ours(error) else probe.refused(error)]

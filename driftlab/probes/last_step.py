@@ -1,0 +1,41 @@
+"""The pair after the last update, put on the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from driftlab.lockstep.window import Snapshots
+from driftlab.probes.later import at_later_step, examination_at, first_wrong, locate
+from driftlab.probes.precision import PROBE as PRECISION
+from driftlab.probes.probe import Probe
+from driftlab.rounding import HALFWAY
+from driftlab.words import Finding
+
+
+def ask_last_step(
+    snapshots: Snapshots, steps: int, earlier: Callable[[], Snapshots] | None = None
+) -> list[Finding]:
+    """Function and precision at the end of training; where they differ, the first wrong step by bisection.
+
+    Args:
+        earlier: makes the snapshots to search for the first wrong step, where these hold the last alone.
+    """
+    last = examination_at(snapshots, steps)
+    if last.wrong:
+        searched = earlier() if earlier else snapshots
+        return locate(searched, first_wrong(searched, steps)) or locate(snapshots, steps)
+    if not last.network.narrow():
+        return [PROBE.finding(0.0, None, f"they do, at step {steps}")]
+    return [at_later_step(f, steps) for f in PRECISION.ask(last) if f.evidence.supports]
+
+
+PROBE = Probe(
+    name="last_step",
+    question="At the end of the window, on the same weights, do both still compute the same function, as "
+    "precisely?",
+    threshold=HALFWAY,
+    reason="as `function` and `precision`",
+    sees="late faults of the float32 path alone",
+    misses="what sets in after the last update",
+    order=120,
+)

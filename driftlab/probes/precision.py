@@ -1,0 +1,132 @@
+"""Is the candidate as precise as its dtype promises?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from driftlab.arithmetic.comparison import compare
+from driftlab.arithmetic.difference import Difference
+from driftlab.arithmetic.passes import CannotRunError, Recorded, on_batch
+from driftlab.arithmetic.sizes import centred, samples, samples_of, without_ties
+from driftlab.probes.examination import Examination
+from driftlab.probes.probe import Probe
+from driftlab.probes.random_streams import drawn_otherwise
+from driftlab.rounding import HALFWAY_BITS
+from driftlab.words import Finding, Place, Status, Verdict
+
+PAIRS = 3
+
+
+def ask(found: Examination) -> Iterator[Finding]:
+    network = found.network
+    if found.supports(Verdict.BUG):
+        yield PROBE.not_applicable("asked of the same function alone")
+        return
+    exact = bool({"shadow", "float64"} & set(network.ran))
+    if not found.comparable or (found.trains and not exact):
+        yield PROBE.not_applicable("there is no exact result to hold it against")
+        return
+    if not exact:
+        yield _in_float32_alone(found)
+        return
+    narrow = _first_narrow(found)
+    if narrow is None:
+        worst = max((d.lost for d in network.differences if math.isfinite(d.lost)), default=0.0)
+        yield PROBE.finding(worst, None, f"its error is at most {worst:.2g} times the reference's")
+        return
+    if (drawn := drawn_otherwise(found, narrow)) is not None:  # in float32 alone
+        yield drawn
+        return
+    module, difference = narrow
+    bits = max(1.0, 24 - math.log2(difference.lost)) if math.isfinite(difference.lost) else 0
+    times = f"{difference.lost:.2g} times the reference's"
+    says = f"{{place}}: its error is {times}: about {bits:.0f} bits instead of 24"
+    place = Place(module, difference.pass_, 0)
+    yield PROBE.finding(difference.lost, Verdict.REDUCED_PRECISION, says, place)
+
+
+def _in_float32_alone(found: Examination) -> Finding:
+    """Of a candidate without float64: against the reference's exact result, or else its float32."""
+    known = any(d.errors for d in found.network.differences)
+    narrow = _first_narrow(found)
+    worst = max(found.network.differences, key=lambda d: d.lost if known else d.float32_units, default=None)
+    difference = narrow[1] if narrow else None if known else worst
+    units = 0.0 if difference is None else difference.lost if known else difference.float32_units
+    if difference is None or units <= HALFWAY_BITS:
+        return PROBE.finding(units, None, "in float32 alone, it is as near as the reference")
+    bits = 24 - math.log2(units) if math.isfinite(units) else 0
+    place = Place("", difference.pass_, 0)
+    if bits < 1:
+        says = "{place}: it runs in float32 alone, and no bit of that is the reference's"
+        return PROBE.finding(units, Verdict.BUG, says, place)
+    says = f"{{place}}: it runs in float32 alone, and about {bits:.0f} bits of 24 agree with the reference"
+    if known:
+        return PROBE.finding(units, Verdict.REDUCED_PRECISION, says, place)
+    says = f"{says}; nor has the reference an exact result: rounding, or another function"
+    return PROBE.finding(units, None, says, place, status=Status.REFUSED)
+
+
+def _first_narrow(found: Examination) -> tuple[str, Difference] | None:
+    """The innermost module, first in execution order, that loses bits by itself; "" the whole network.
+
+    Fewer bits show on any inputs. An algorithm that cancels (a variance in one pass) loses them only where a
+    large mean stands on a small spread, so the loss must stay when the inputs are centred.
+    """
+    local = found.local
+    conditioned = False
+    for name in local.rewritten():
+        differences = [d for c in local.comparisons(name) for d in c.narrow()]
+        if differences and local.wrong(name, few=True) is None:
+            if _stays(found, name):
+                return name, differences[0]
+            conditioned = True
+    narrow = found.network.narrow()
+    return ("", narrow[0]) if narrow and not conditioned and _stays(found, "") else None
+
+
+def _stays(found: Examination, name: str) -> bool:
+    """Whether the loss stays on centred inputs, and on every one of some pairs of samples.
+
+    The pairs are for kinks: among the half a million pre-activations of a batch one float32 may well fall on
+    the other side, and be far off in its gradients for it; among those of two samples it rarely does.
+    """
+    calls = found.local.calls[name] if name else [found.whole]
+    return any(all(_narrow(found, name, trial) for trial in _trials(found, name, call)) for call in calls)
+
+
+def _trials(found: Examination, name: str, call: Recorded) -> Iterator[Recorded]:
+    yield centred(call)
+    for start in range(0, 2 * PAIRS, 2):
+        part = slice(start, start + 2)
+        if name:
+            yield samples(call, part) or without_ties(call)
+        else:
+            batch = samples_of(found.batch, part)
+            yield on_batch(found.pair, batch) if batch else without_ties(call)
+
+
+def _narrow(found: Examination, name: str, call: Recorded) -> bool:
+    pair, local = found.pair, found.local
+    mine, theirs = local.pair(name) if name else (pair.reference, pair.candidate)
+    prefixes = name, local.counterparts[name]
+    try:
+        options = {"prefixes": prefixes, "seed": pair.seed, "alone": not found.trains}
+        compared = compare(mine, theirs, call, pair.comparable, **options)
+    except CannotRunError:
+        return True
+    return bool(compared.narrow())
+
+
+PROBE = Probe(
+    name="precision",
+    question="Against the exact result, is the candidate's float32 as near as the reference's?",
+    threshold=HALFWAY_BITS,
+    reason="halfway, in powers of two, between float32 and the next narrower format (TF32, float16: 2^13)",
+    sees="TF32, float16, bfloat16, in any pass, by module",
+    misses="an algorithm that merely cancels is told apart: the loss must stay on centred inputs, and on "
+    "each of three pairs of samples (one float32 on the other side of a kink is no loss of bits)",
+    order=70,
+    ask=ask,
+    asserted=True,
+)

@@ -1,0 +1,140 @@
+"""Random layers that draw in another order: told from random layers that draw otherwise.
+
+A rewrite may draw its dropout masks in another order, or in other pieces, and is none the worse for it; but
+no two of its outputs are then comparable one by one. What can be compared is the distribution: mean and
+spread of the outputs over many seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from driftlab.arithmetic.difference import Difference
+from driftlab.arithmetic.locating import Local
+from driftlab.arithmetic.passes import Recorded
+from driftlab.fold.layout import flat
+from driftlab.network.calling import copied, named_leaves, seed_random_layers
+from driftlab.probes.examination import Examination
+from driftlab.probes.probe import Probe
+from driftlab.words import FUNCTION, Finding, Place, Verdict
+
+DRAWS = 256
+# Sixteen statistics are looked at; one false alarm in a hundred million at six standard errors each.
+SIGMAS = 6.0
+_DIRECTIONS = 7
+
+
+@dataclass(frozen=True)
+class Draws:
+    """The outcome of comparing two distributions: the largest difference, in standard errors."""
+
+    sigmas: float
+    same: bool
+
+
+def is_random(module: nn.Module, call: Recorded) -> bool:
+    """Whether the output depends on torch's random state, or on a random state of the module's own."""
+    outputs = _outputs(module, call, range(3))
+    return any(o.shape != outputs[0].shape or not torch.equal(o, outputs[0]) for o in outputs[1:])
+
+
+def same_distribution(mine: nn.Module, theirs: nn.Module, call: Recorded) -> Draws:
+    """Means along some directions, and the mean square, over ``DRAWS`` independent seeds each."""
+    samples = [_outputs(mine, call, range(DRAWS)), _outputs(theirs, call, range(DRAWS, 2 * DRAWS))]
+    if len({o.shape for outputs in samples for o in outputs}) > 1:
+        return Draws(float("inf"), False)
+    ours, others = map(torch.stack, samples)
+    centre = ours.mean(0)
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(_DIRECTIONS, ours.shape[1], generator=generator, dtype=torch.float64)
+    directions = torch.cat([directions, centre[None]]).to(ours.device)
+    sigmas, size = 0.0, ours.abs().mean() * directions.abs().mean() * ours.shape[1] ** 0.5
+    for statistic in _statistics(centre, directions):
+        sigmas = max(sigmas, _apart(statistic(ours), statistic(others), size))
+    return Draws(sigmas, sigmas <= SIGMAS)
+
+
+def _statistics(centre: Tensor, directions: Tensor) -> list[Callable[[Tensor], Tensor]]:
+    projected = [lambda draws, d=d: (draws - centre) @ d for d in directions]
+    squared = [lambda draws, d=d: ((draws - centre) @ d) ** 2 for d in directions]
+    return [*projected, *squared, lambda draws: ((draws - centre) ** 2).sum(1)]
+
+
+def _apart(a: Tensor, b: Tensor, size: Tensor) -> float:
+    """The difference of two means in its standard errors (Welch); 0 where it is no more than rounding."""
+    error = (a.var() / len(a) + b.var() / len(b)).sqrt()
+    apart = (a.mean() - b.mean()).abs()
+    floor = 1e-5 * size
+    return 0.0 if bool(apart <= floor) else float(apart / error) if bool(error > 0) else float("inf")
+
+
+@torch.no_grad()
+def _outputs(module: nn.Module, call: Recorded, seeds: Iterable[int]) -> list[Tensor]:
+    """One call after the other of the same copy: it may keep a generator of its own."""
+    twin, found = copied(module), []
+    for seed in seeds:
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            Tensor, lambda t: t.detach().clone(), (call.args, call.kwargs)
+        )
+        seed_random_layers(seed)
+        found.append(flat(named_leaves(call.call(twin, args, kwargs)).values()))
+    return found
+
+
+def drawn_otherwise(found: Examination, located: tuple[str, Difference] | None) -> Finding | None:
+    """What to say where what differs is how random numbers are drawn; None where it is something else.
+
+    Only a module that differs forward and is random in both is asked. If it draws from the same distribution
+    and eval mode agrees, the two cannot be compared step by step, and nothing is wrong.
+    """
+    module, difference = located or ("", found.network.wrong()[0])
+    local = found.local
+    mine, theirs = local.pair(module) if module else (found.pair.reference, found.pair.candidate)
+    call = local.calls[module][0] if module else found.whole
+    if difference.pass_ != "forward" or not (is_random(mine, call) and is_random(theirs, call)):
+        return None
+    others = [n for n in local.calls if n in local.counterparts and not _related(n, module)]
+    if any(_wrong_forward(local, n) for n in others):
+        return None
+    draws = same_distribution(mine, theirs, call)
+    if not draws.same:
+        return None
+    name = module or "the network"
+    if any(d.pass_ == "eval" for d in found.network.wrong()):
+        draws_alike = f"{name} draws from the same distribution in training mode"
+        says = f"{{place}}: {draws_alike}, and is another in eval mode"
+        return _IN_EVAL.finding(None, Verdict.BUG, says, Place(module, "eval", 0))
+    found.comparable = False
+    says = (
+        f"the random layers of {name} draw their numbers in another order, from the same distribution (means "
+        f"and spreads within {draws.sigmas:.1f} standard errors); runs cannot be compared step by step"
+    )
+    return PROBE.finding(draws.sigmas, Verdict.NONDETERMINISTIC, says, Place(module, "forward", 0))
+
+
+def _wrong_forward(local: Local, name: str) -> bool:
+    """A difference elsewhere that is no matter of random numbers."""
+    wrong = local.wrong(name)
+    return wrong is not None and not is_random(local.pair(name)[0], local.calls[name][0])
+
+
+def _related(name: str, other: str) -> bool:
+    """Whether one of the two modules is, or lies in, the other."""
+    return not other or name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
+
+
+_QUESTION = "Do random layers draw from the same distribution in both, though not the same numbers?"
+PROBE = Probe(
+    name="random_streams",
+    question=_QUESTION,
+    threshold=SIGMAS,
+    reason=f"standard errors, over {DRAWS} seeds: one false alarm in a hundred million",
+    sees="where a random layer differs: dropout drawn in another order or in pieces",
+    misses="a rate that is off by less than about a tenth of itself",
+    order=25,
+)
+_IN_EVAL = Probe(FUNCTION, _QUESTION)

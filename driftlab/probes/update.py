@@ -1,0 +1,201 @@
+"""Do the two optimizers move folded weights alike, given the same gradients?
+
+The network takes no part: both get the same random gradients, step after step, from weights that are nowhere
+zero. Update rules act on one entry at a time (SGD, Adam, AdamW), so a folded update must agree but for
+rounding. One that looks at whole tensors (a norm, as in LARS) does something else once a rewrite has cut a
+tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from driftlab.arithmetic.shadow import Shadow, held, shadow_arithmetic, shadowed
+from driftlab.blame import theirs as called
+from driftlab.fold import Fold, FoldError, identity_fold
+from driftlab.fold.layout import relative_distance
+from driftlab.fold.unfold import put_weights
+from driftlab.network.calling import copied
+from driftlab.network.pair import Pair
+from driftlab.network.start import owner, setting_differences
+from driftlab.probes.examination import Examination
+from driftlab.probes.probe import Probe
+from driftlab.rounding import HALFWAY, UNIT_ROUND_OFF
+from driftlab.words import Finding, Place, Verdict
+
+THRESHOLD = HALFWAY * UNIT_ROUND_OFF["float64"]
+
+
+@dataclass(frozen=True)
+class Update:
+    """The first update in which a folded tensor went another way, or the reference's to infinity.
+
+    Attributes:
+        tensor: the reference's name of it.
+        measured: relative distance after that update; NaN where the reference's is not finite.
+        why: what explains it, in words, where something does.
+    """
+
+    tensor: str
+    place: Place
+    measured: float
+    why: str | None
+
+    @property
+    def beyond(self) -> bool:
+        """Whether the reference itself left all measure, so that nothing can be said."""
+        return math.isnan(self.measured)
+
+
+def wrong_update(pair: Pair, steps: int, in_shadow: bool = False) -> Update | None:
+    """None where ``steps`` updates agree, or nothing can be compared.
+
+    Args:
+        in_shadow: the float32 path of both optimizers, computed in float64: what is left is no rounding.
+    """
+    mine, theirs, fold = copied(pair.reference), copied(pair.candidate), pair.fold
+    mine, theirs = (m.float() if in_shadow else m.double() for m in (mine, theirs))
+    generator = torch.Generator().manual_seed(pair.seed)
+    _leave_zero(mine, theirs, fold, generator)
+    if in_shadow:
+        mine, theirs = shadowed(mine), shadowed(theirs)
+    with shadow_arithmetic() if in_shadow else nullcontext():
+        both = (mine, called(pair.optimizer, mine)), (theirs, called(pair.candidate_optimizer, theirs))
+        for step in range(steps):
+            with _disable_current_modes():
+                _same_gradients(mine, theirs, fold, generator)
+            for _, stepper in both:
+                stepper.step()
+            with _disable_current_modes():
+                worst = _furthest(mine, theirs, fold)
+            if worst and math.isnan(worst[1]):
+                return Update(worst[0], Place(owner(worst[0]), "update", step), math.nan, None)
+            if worst and worst[1] > THRESHOLD:
+                name, off = worst
+                explained = setting_differences(*both, fold)
+                why = explained.get(name) or _why(name, fold, both)
+                return Update(name, Place(owner(name), "update", step), off, why)
+    return None
+
+
+def _leave_zero(mine: nn.Module, theirs: nn.Module, fold: Fold, generator: torch.Generator) -> None:
+    """Weights of their own size but nowhere zero, so that weight decay shows; or as they are."""
+
+    def values(name: str, tensor: Tensor) -> Tensor:
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
+        scale = float(tensor.std(correction=0)) if tensor.numel() > 1 else 0.0
+        return noise.to(tensor.device) * (scale or 0.1)
+
+    try:
+        put_weights(mine, theirs, fold, values)
+    except FoldError:
+        return
+
+
+def _same_gradients(mine: nn.Module, theirs: nn.Module, fold: Fold, generator: torch.Generator) -> None:
+    gradients = {}
+    for name, parameter in theirs.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        gradients[name] = 0.1 * noise.to(parameter.device)
+        parameter.grad = _as(parameter, gradients[name]) if parameter.requires_grad else None
+    folded = fold(gradients)
+    for name, parameter in mine.named_parameters():
+        has = parameter.requires_grad and name in folded
+        parameter.grad = _as(parameter, folded[name]) if has else None
+
+
+def _as(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """A gradient of the parameter's own kind."""
+    values = gradient.detach().clone(memory_format=torch.contiguous_format)
+    return Shadow(values, parameter.dtype) if isinstance(parameter, Shadow) else values
+
+
+def _furthest(mine: nn.Module, theirs: nn.Module, fold: Fold) -> tuple[str, float] | None:
+    """The tensor that is furthest off and by how much; NaN of one that is not finite in the reference."""
+    folded = fold({n: held(p).detach() for n, p in theirs.named_parameters()})
+    apart = {}
+    for name, parameter in mine.named_parameters():
+        if name in folded:
+            own = held(parameter).detach()
+            off = float(relative_distance(folded[name], own))
+            if not math.isfinite(off):  # only then: a GPU is waited for at each answer
+                if not bool(own.isfinite().all()):
+                    return name, math.nan
+                off = off if bool(folded[name].isfinite().all()) else math.inf
+            apart[name] = off
+    return max(apart.items(), key=lambda item: item[1], default=None)
+
+
+def _why(name: str, fold: Fold, both: tuple) -> str | None:
+    sources = sorted(fold.sources(name))
+    if len(sources) > 1:
+        cut = " and ".join(sources[:2]) + (f" and {len(sources) - 2} more" if len(sources) > 2 else "")
+        return (
+            f"the update rule looks at whole tensors, and {name} is {cut} in the candidate: "
+            "the settings are equal, the algorithm is not"
+        )
+    kinds = [type(stepper).__name__ for _, stepper in both]
+    return f"the optimizers are {kinds[0]} and {kinds[1]}" if kinds[0] != kinds[1] else None
+
+
+# The network takes no part, so many updates cost little; what strikes late has a longer time to show.
+STEPS = 50
+
+
+def ask(found: Examination) -> Iterator[Finding]:
+    update = wrong_update(found.pair, STEPS)
+    if update is not None and update.beyond:
+        step = update.place.step
+        yield PROBE.finding(
+            None, None, f"they do, over {step} updates: in the next the reference's weights overflow"
+        )
+        return
+    in_shadow = wrong_update(found.pair, STEPS, in_shadow=True) if update else None
+    fewer_bits = update is not None and (in_shadow is None or in_shadow.beyond)
+    if update is None:
+        yield PROBE.finding(0.0, None, f"they do, over {STEPS} updates")
+        return
+    if (wavering := _wavers(found)) is not None:
+        says = "given the same gradients twice, the candidate's optimizer does not repeat itself"
+        where = wavering.place
+        yield PROBE.finding(wavering.measured, Verdict.NONDETERMINISTIC, says, where, threshold=0.0)
+        return
+    why = f": {update.why}" if update.why else ""
+    goes = f"{update.tensor} goes another way in update {update.place.step}"
+    says = f"{goes}, {update.measured:.2g} (relative) off{why}"
+    if fewer_bits:
+        found.narrow_state = True
+        says += "; with the rounding taken away it does not"
+    supports = Verdict.REDUCED_PRECISION if fewer_bits else Verdict.BUG
+    yield PROBE.finding(update.measured, supports, says, update.place)
+
+
+def _wavers(found: Examination) -> Update | None:
+    """The candidate beside itself."""
+    pair = found.pair
+    alone = identity_fold(pair.candidate)
+    twice = replace(pair, reference=pair.candidate, optimizer=pair.candidate_optimizer, fold=alone)
+    wavering = wrong_update(twice, STEPS)
+    return None if wavering is None or wavering.beyond else wavering
+
+
+PROBE = Probe(
+    name="update",
+    question="Given the same gradients, do the two optimizers move folded weights alike?",
+    threshold=THRESHOLD,
+    reason="2^14.5 units of float64's round-off",
+    sees="other or missing settings, late changes, rules that look at whole tensors (LARS, clipping by "
+    "tensor) once a tensor is split; state in fewer bits, by the same in shadow execution; an optimizer that "
+    "does not repeat itself",
+    misses=f"rules that depend on the loss; what sets in after {STEPS} updates",
+    order=80,
+    ask=ask,
+    off_path=True,
+)

@@ -1,0 +1,48 @@
+"""What cannot be asked ends in one line: errors of the user's own code, and arguments that are none."""
+
+from __future__ import annotations
+
+import operator
+import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from driftlab.blame import described, is_out_of_memory, not_ours
+from driftlab.words import DiagnoseError
+
+
+@contextmanager
+def told(doing: str, memory: bool = False) -> Iterator[None]:
+    """What is raised inside becomes a line: ``doing``, the error, file and line of the user's code.
+
+    ``sys.exit`` too, which would end the user's program as if nothing had happened.
+
+    Args:
+        memory: whether a lack of memory is told too; by who can do with less it wants to be known as such.
+
+    Raises:
+        DiagnoseError: in place of any error but a mistake of driftlab's own.
+    """
+    try:
+        yield
+    except DiagnoseError:
+        raise
+    except SystemExit as error:
+        raise DiagnoseError(f"{doing}: {described(error)}, a call of sys.exit") from error
+    except Exception as error:
+        not_ours(error)
+        if is_out_of_memory(error) and not memory:
+            raise
+        raise DiagnoseError(f"{doing}: {described(error, 200)}") from error
+
+
+def whole_number(name: str, value: object, least: int, most: int | None = None) -> int:
+    """``value`` as an int from ``least`` to ``most``. Raises DiagnoseError where it is none."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or number < least or (most is not None and number > most):
+        to = f"from {least} to {most}" if most is not None else f"{least} or more"
+        raise DiagnoseError(f"{name}={reprlib.repr(value)}: give a whole number, {to}")
+    return number

@@ -1,0 +1,18 @@
+"""What rounding may do, as numbers: unit round-offs, and the thresholds that follow from them.
+
+Thresholds sit halfway, in powers of two, between what the two hypotheses predict: neither is favoured.
+"""
+
+from __future__ import annotations
+
+UNIT_ROUND_OFF = {"float32": 2.0**-24, "float64": 2.0**-53}
+
+# Rounding shrinks by 2^-29 from float32 to float64, a wrong function by nothing. A float64 pair that
+# stands 2^14.5 above its control is as far from the one prediction as from the other.
+HALFWAY = 2.0**14.5
+# float32 keeps 24 bits of a product's operands, TF32 and float16 11, bfloat16 8. The nearest of these
+# errs 2^13 more than float32, so halfway is 2^6.5.
+HALFWAY_BITS = 2.0**6.5
+# Below this float64 distance a rounding error does not reach a kink by chance: fewer than 1e8
+# pre-activations, at most about one unit of density each, make less than one flip in a hundred steps.
+NO_KINK_IN_REACH = 1e-10

@@ -1,0 +1,222 @@
+"""How the evidence becomes a verdict: ``docs/verdict.md`` says it at length.
+
+In this order, the first that applies:
+
+1. no record -> ``inconclusive``
+2. a probe shows another function, update or state -> ``bug``, at its place. Networks that do not repeat
+   themselves, or draw their random numbers in another order, are told from that first -> ``nondeterministic``
+3. no difference in any bit -> ``bit_identical``; ``reduced_precision`` where the candidate takes bits from
+   float32 in the whole process, which is not so while it is measured
+4. the pair leaves its controls in float64 (float32, where the candidate has no float64), and a look on the
+   spot does not find that to be rounding -> ``bug``
+5. none of the arms or probes that could tell -> ``inconclusive``
+6. the same function, in fewer bits -> ``reduced_precision``
+7. the same function, and the reference or the control falls over in some seed -> ``unstable``; the candidate
+   alone -> ``inconclusive``
+8. the same function -> ``round_off``
+
+Where a probe that decides failed in driftlab's own code, only rule 2 holds; all else is ``inconclusive``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from driftlab.record.seed_record import SeedRecord
+from driftlab.verdict import envelope
+from driftlab.verdict import evidence as curves
+from driftlab.verdict.envelope import PAIRS
+from driftlab.verdict.evidence import DRIFT, DTYPE_RATIO, FLOAT32_START, SAME_BITS
+from driftlab.verdict.outcomes import STABILITY, accuracy_evidence, stability
+from driftlab.verdict.outcomes import outcomes as outcomes_over_seeds
+from driftlab.words import (
+    EXCESS,
+    FUNCTION,
+    PROCESS_SETTINGS,
+    Evidence,
+    Excess,
+    Finding,
+    Judgement,
+    Place,
+    Status,
+    Verdict,
+    settled_by,
+)
+
+
+def judge(records: Sequence[SeedRecord], subject: str = "candidate") -> Judgement:
+    """The verdict about one role from the probes and the curves of all seeds.
+
+    Args:
+        records: finished seeds of one experiment; their ``run["probes"]`` hold what the probes found.
+        subject: "candidate", "control" (the nudge itself) or "reference" (float32 against float64).
+    """
+    if not records:
+        return Judgement(Verdict.INCONCLUSIVE, "no seed has finished: run the same command again", [])
+    probes = _probes(records) if subject == "candidate" else []
+    honoured = [envelope.honoured(r) for r in records]
+    settled = settled_by(probes)
+    if settled is None:
+        return _from_curves(honoured, subject, probes)
+    verdict, finding = settled
+    evidence, outcomes = [f.evidence for f in probes], {}
+    if any(r.curves for r in records):
+        shown = _from_curves(honoured, subject, probes)
+        evidence, outcomes = shown.evidence, shown.outcomes
+    finding = _since(finding, honoured)
+    headline = _settled_headline(verdict, finding, len(records))
+    return Judgement(verdict, headline, evidence, finding.place, outcomes)
+
+
+def _since(finding: Finding, records: Sequence[SeedRecord]) -> Finding:
+    """The finding, from the step at which the curves show what a probe found beside the training's path."""
+    place = finding.place
+    if place is None or place.step or not finding.off_path:
+        return finding
+    _, excess = envelope.window_pair(records, "candidate")
+    return finding.at_step(excess.since(place.pass_)) if excess else finding
+
+
+def _probes(records: Sequence[SeedRecord]) -> list[Finding]:
+    """One finding a probe: of the first seed in which it speaks against rounding, else of the first."""
+    found: dict[str, Finding] = {}
+    for finding in (f for record in records for f in record.found()):
+        known = found.get(finding.evidence.probe)
+        if known is None or (_speaks(finding) and not _speaks(known)):
+            found[finding.evidence.probe] = finding
+    return list(found.values())
+
+
+def _speaks(finding: Finding) -> bool:
+    if finding.evidence.status is Status.FAILED:
+        return True
+    return finding.evidence.supports not in (None, Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
+
+
+def _is_narrow(finding: Finding) -> bool:
+    """Whether the pair was measured in fewer bits: what it makes of the process was put back."""
+    evidence = finding.evidence
+    return evidence.supports is Verdict.REDUCED_PRECISION and evidence.probe != PROCESS_SETTINGS
+
+
+def _settled_headline(verdict: Verdict, finding: Finding, n: int) -> str:
+    seeds = f" ({n} seed{'s' if n > 1 else ''})"
+    opening = "not the same function: " if verdict is Verdict.BUG else ""
+    return opening + finding.evidence.reading + seeds
+
+
+def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Finding]) -> Judgement:
+    narrow = next((f for f in probes if _is_narrow(f)), None)
+    pair, excess = envelope.window_pair(records, subject)
+    if narrow and pair.probe == PAIRS["float32"].name:  # fewer bits put it as far apart as a bug would
+        pair, excess = replace(pair, supports=None), None
+    evaluation, eval_place = envelope.evaluation(records, subject)
+    if any(f.evidence.probe == EXCESS and f.evidence.supports is Verdict.ROUND_OFF for f in probes):
+        # looked at on the spot: rounding, carried on
+        pair, excess = replace(pair, supports=None), None
+        evaluation, eval_place = replace(evaluation, supports=None), None
+    outcomes = outcomes_over_seeds(records, subject)
+    place = _place(records, excess, eval_place)
+    evidence = [
+        curves.same_bits(records, subject),
+        pair,
+        curves.dtype_ratio(records, subject),
+        evaluation,
+        curves.float32_start(records, subject, place is None),
+        curves.drift(records, subject),
+        stability(outcomes),
+        *accuracy_evidence(records, subject),
+    ]
+    found = {e.probe: e for e in evidence} | {f.evidence.probe: f.evidence for f in probes}
+    failed = next((f.evidence for f in probes if f.decides and f.evidence.status is Status.FAILED), None)
+    verdict = (
+        Verdict.INCONCLUSIVE
+        if failed
+        else _verdict(found, subject, place, all("control.float64" in r.arms for r in records))
+    )
+    if verdict is Verdict.REDUCED_PRECISION and narrow:
+        place = narrow.place
+    headline = _failed(failed) if failed else _headline(verdict, found, subject, place, len(records))
+    named = place if verdict in (Verdict.BUG, Verdict.REDUCED_PRECISION) else None
+    return Judgement(verdict, headline, [f.evidence for f in probes] + evidence, named, outcomes)
+
+
+# Which evidence says that both compute the same function. The control is its own yardstick, so the ratio
+# of the dtypes decides; the reference in float32 is compared with itself in float64.
+_SAME_FUNCTION = {
+    "candidate": (PAIRS["float64"].name, FUNCTION),
+    "control": (DTYPE_RATIO.name,),
+    "reference": (FLOAT32_START.name,),
+}
+
+
+def _verdict(found: dict[str, Evidence], subject: str, place: Place | None, controlled: bool) -> Verdict:
+    supports = {probe: e.supports for probe, e in found.items()}
+    # the window runs compiled code as it was written, so that the first step has a say as well
+    if supports[SAME_BITS.name] and supports.get(FUNCTION, Verdict.BIT_IDENTICAL) is Verdict.BIT_IDENTICAL:
+        return supports.get(PROCESS_SETTINGS) or Verdict.BIT_IDENTICAL
+    if place is not None:
+        return Verdict.BUG
+    same_function = next((supports[p] for p in _SAME_FUNCTION[subject] if supports.get(p)), None)
+    if same_function is Verdict.BUG:
+        return Verdict.BUG
+    if same_function is None and supports[SAME_BITS.name] is None:
+        return Verdict.INCONCLUSIVE
+    probed = FUNCTION in supports
+    narrow = [p for p in supports if supports[p] is Verdict.REDUCED_PRECISION]
+    if narrow and (narrow != [FLOAT32_START.name] or not probed):
+        return Verdict.REDUCED_PRECISION
+    if found[STABILITY.name].measured:
+        return supports[STABILITY.name] or Verdict.INCONCLUSIVE
+    # without a float32 pair there is no drift to ask about: float64 beside its control decides; and where the
+    # float32 path itself was probed, how far its rounding carries it decides nothing
+    in_float64_alone = controlled and found[FLOAT32_START.name].measured is None
+    drifts_alike = supports[DRIFT.name] or subject == "control" or in_float64_alone or probed
+    return Verdict.ROUND_OFF if drifts_alike else Verdict.INCONCLUSIVE
+
+
+def _place(records: Sequence[SeedRecord], excess: Excess | None, eval_place: Place | None) -> Place | None:
+    """The pass of the first excess; which module, a look on the spot would have said.
+
+    Weights that differ at a row were moved apart by the update before it.
+    """
+    if excess is None and eval_place is None:
+        return None
+    if excess is None:
+        return eval_place
+    pass_ = dict(curves.PASSES)[excess.kind]
+    return Place(None, pass_, excess.since(pass_))
+
+
+_SENTENCES = {
+    Verdict.BIT_IDENTICAL: "the {subject} does not differ from its reference in any bit",
+    Verdict.ROUND_OFF: "the same function: what differs is rounding, and it grows as it does in the control",
+    Verdict.REDUCED_PRECISION: "the same function, computed in fewer bits than float32 promises",
+    Verdict.UNSTABLE: "the same function, but the training sits on an edge: round-off decides who falls over",
+    Verdict.BUG: "not the same function: {place}, by more than rounding makes",
+}
+
+
+def _failed(evidence: Evidence) -> str:
+    return f"no verdict, for a mistake of driftlab's own: the probe {evidence.probe} {evidence.reading}"
+
+
+def _headline(verdict: Verdict, found: dict[str, Evidence], subject: str, place: Place | None, n: int) -> str:
+    seeds = f"{n} seed{'s' if n > 1 else ''}"
+    narrow = [p for p, e in found.items() if e.supports is Verdict.REDUCED_PRECISION]
+    if verdict is Verdict.REDUCED_PRECISION and narrow == [PROCESS_SETTINGS]:
+        return f"the same function, in a process of fewer bits: {found[PROCESS_SETTINGS].reading} ({seeds})"
+    if verdict is not Verdict.INCONCLUSIVE:
+        return _SENTENCES[verdict].format(subject=subject, place=place or subject) + f" ({seeds})"
+    first = found[SAME_BITS.name].measured
+    if first is not None and math.isnan(first):
+        return f"nothing finite to compare from the first step on ({seeds}): check data, loss, learning rate"
+    if all(p not in found or found[p].measured is None for p in _SAME_FUNCTION[subject]):
+        return "float32 alone cannot tell rounding from a bug: run again with dtypes=[float32,float64]"
+    if found[STABILITY.name].measured:
+        return f"the {subject} alone fell over in {seeds}: run more seeds, seed=0..{max(2 * n, 10) - 1}"
+    return (
+        f"there is no control to compare with in {seeds}: run again with roles=[reference,candidate,control]"
+    )

@@ -1,0 +1,189 @@
+"""The words that driftlab answers with, and what carries them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from enum import StrEnum
+from typing import Any
+
+from driftlab.blame import AboutThePair
+
+
+class DiagnoseError(AboutThePair, ValueError):
+    """What was asked cannot be diagnosed; the message is one line: what, where, what to write instead."""
+
+
+class Verdict(StrEnum):
+    """What came out. The values are a contract: they stand in ``verdict.json`` and in ``fail_on``."""
+
+    BIT_IDENTICAL = "bit_identical"
+    ROUND_OFF = "round_off"
+    REDUCED_PRECISION = "reduced_precision"
+    UNSTABLE = "unstable"
+    BUG = "bug"
+    NONDETERMINISTIC = "nondeterministic"
+    INCONCLUSIVE = "inconclusive"
+
+
+class Status(StrEnum):
+    """What became of a question; the values stand in ``verdict.json``."""
+
+    ANSWERED = "answered"
+    NOT_APPLICABLE = "not_applicable"  # it does not arise for this pair
+    REFUSED = "refused"  # the pair's own code raised: it could not be asked of this pair
+    FAILED = "failed"  # driftlab's own code raised: whatever needed the answer is open
+
+
+# Probes that others than themselves know by name.
+FUNCTION, FEWER_SAMPLES, EXCESS = "function", "fewer_samples", "excess"
+PROCESS_SETTINGS = "process_settings"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One question put to the record.
+
+    Attributes:
+        probe: which check it is, a fixed name.
+        question: what was asked, as a sentence.
+        measured: the number that answers it, None where it could not be measured.
+        threshold: the number at which the answer turns.
+        supports: the verdict that it speaks for, or None where it is silent.
+        reading: what it means, as a sentence with its numbers.
+        status: whether it was answered at all.
+    """
+
+    probe: str
+    question: str
+    measured: float | None
+    threshold: float | None
+    supports: Verdict | None
+    reading: str
+    status: Status = Status.ANSWERED
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a difference arises: a module by its name ("" the network, None unknown), a pass, the first step.
+
+    ``place.pass_`` is ``place["pass"]`` too, as ``verdict.json`` spells it.
+    """
+
+    module: str | None
+    pass_: str
+    step: int
+
+    def as_dict(self) -> dict[str, str | int | None]:
+        return {"module": self.module, "pass": self.pass_, "step": self.step}
+
+    def __getitem__(self, key: str) -> str | int | None:
+        return self.as_dict()[key]
+
+    def __str__(self) -> str:
+        where = f" of {self.module}" if self.module else " of the network itself" if self.module == "" else ""
+        return f"the {self.pass_}{where}, since step {self.step}"
+
+
+# What a stored finding of before findings said so themselves stands for.
+_OFF_THE_PATH = (FEWER_SAMPLES, "rewritten_modules", "update")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A piece of evidence, the place that it points at, where it does, and what it means for the verdict.
+
+    Attributes:
+        says: the evidence's reading with ``{place}`` where the place stands in it.
+        off_path: the probe fed modules, or optimizers, what this training may come to later or never.
+        decides: no acquittal rests without an answer to this question.
+        supersedes: the probes whose earlier findings this one takes the place of.
+    """
+
+    evidence: Evidence
+    place: Place | None = None
+    says: str = ""
+    off_path: bool = False
+    decides: bool = False
+    supersedes: tuple[str, ...] = ()
+
+    def at_step(self, step: int) -> Finding:
+        """The same, with the step from which it shows, in its place and in its sentence."""
+        if self.place is None:
+            return self
+        place = replace(self.place, step=step)
+        reading = self.says.replace("{place}", str(place)) if self.says else self.evidence.reading
+        return replace(self, evidence=replace(self.evidence, reading=reading), place=place)
+
+    def as_dict(self) -> dict[str, Any]:
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("evidence", "place")}
+        place = self.place.as_dict() if self.place else None
+        return self.evidence.as_dict() | {"place": place} | own | {"supersedes": list(self.supersedes)}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Finding:
+        """Raises KeyError, TypeError or ValueError where it is not what ``as_dict`` wrote."""
+        values = dict(stored)
+        place, supports = values.pop("place"), values["supports"]
+        own = {f.name: values.pop(f.name) for f in fields(cls) if f.name in values}
+        values["supports"] = Verdict(supports) if supports else None
+        values["status"] = Status(values.get("status", Status.ANSWERED))
+        found = cls(
+            Evidence(**values), Place(place["module"], place["pass"], place["step"]) if place else None
+        )
+        own.setdefault("says", found.evidence.reading.replace(str(found.place), "{place}"))
+        own.setdefault("off_path", found.evidence.probe in _OFF_THE_PATH)
+        return replace(found, **own | {"supersedes": tuple(own.get("supersedes", ()))})
+
+
+def standing(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings less those that a later one took the place of."""
+    found: list[Finding] = []
+    for finding in findings:
+        found = [f for f in found if f.evidence.probe not in finding.supersedes]
+        found.append(finding)
+    return found
+
+
+def settled_by(findings: Iterable[Finding]) -> tuple[Verdict, Finding] | None:
+    """What probes alone decide: another function, then a network that does not repeat itself."""
+    left = standing(findings)
+    for verdict in (Verdict.BUG, Verdict.NONDETERMINISTIC):
+        for finding in left:
+            if finding.evidence.supports is verdict:
+                return verdict, finding
+    return None
+
+
+@dataclass(frozen=True)
+class Excess:
+    """The first row at which a pair leaves its controls by more than ``HALFWAY``.
+
+    Attributes:
+        moved: whether the weights left theirs at that row in one leap: the update before it is at fault.
+    """
+
+    seed: int
+    step: int
+    kind: str
+    measured: float
+    allowed: float
+    moved: bool = False
+
+    def since(self, pass_: str) -> int:
+        """The step at fault: weights that differ at a row were parted by the update before it."""
+        return max(0, self.step - 1) if pass_ == "update" else self.step
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A verdict with its reasons."""
+
+    verdict: Verdict
+    headline: str
+    evidence: list[Evidence]
+    where: Place | None = None
+    outcomes: dict[str, Any] = field(default_factory=dict)

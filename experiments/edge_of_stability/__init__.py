@@ -1,0 +1,36 @@
+"""The kind of experiment that raises the learning rate until training falls over, and counts who does."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+
+from experiments.edge_of_stability.answer import answer
+from experiments.edge_of_stability.judged import judged
+from experiments.edge_of_stability.measure import about, measure, pairs_of
+from suite.command.jobs import Ran
+from suite.command.schema import WATCHED, Function, Positive, Rewrite, Training, each_once
+from suite.running.asking import ask
+from suite.running.question import Question
+
+
+class Wrong(Rewrite):
+    """A rewrite that is wrong on purpose."""
+
+    target: Function
+
+
+class Settings(Training):
+    """What is set for this kind, beside a training's."""
+
+    unread = (*WATCHED, "roles", "dtypes", "float64_steps", "log_schedule")
+
+    bug: Wrong
+    learning_rates: each_once(Positive)
+
+
+QUESTION = Question(measure=measure, answer=answer, about=about, check=pairs_of, judge=judged)
+
+
+def run(config: DictConfig) -> Ran:
+    """Train all arms at every learning rate, and count; the verdict is about the candidate."""
+    return ask(config, QUESTION)

@@ -1,0 +1,40 @@
+"""The kind of experiment that asks what groups=2 computes: a network, a convolution, and others."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from omegaconf import DictConfig
+
+from experiments.group_semantics.answer import answer
+from experiments.group_semantics.measure import about, measure
+from suite.command.jobs import Ran
+from suite.command.schema import Must, Positive, Shared, group, one_of, several, whole
+from suite.running.asking import ask
+from suite.running.question import Question
+
+NET = dict.fromkeys(("tile", "channels", "features"), list[whole(1)])
+Groups = Annotated[
+    whole(2) | Literal["depthwise"], Must("must be a whole number of at least 2, or depthwise")
+]
+
+
+class Settings(Shared):
+    """What is set for this kind."""
+
+    case: group(
+        **dict.fromkeys(("in_channels", "out_channels", "kernel_size", "batch"), whole(1)),
+        **{"padding": whole(0), "groups": whole(2), "image": list[whole(1)]},
+    )
+    net: group(groups=whole(2), classes=whole(1), **NET)
+    thin: group(**NET)
+    sweep: group(groups=several(Groups), channels=several(whole(2)), cases=whole(1) | None)
+    training: group(pair=one_of("conv", "net"), updates=whole(1), batch=whole(1), lr=Positive)
+
+
+QUESTION = Question(measure=measure, answer=answer, about=about)
+
+
+def run(config: DictConfig) -> Ran:
+    """Measure what groups=2 connects, costs and equals; returns the verdict on it and convs side by side."""
+    return ask(config, QUESTION)

@@ -1,0 +1,36 @@
+"""The kind of experiment that splits one convolution: which pass differs, how far, and why."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig
+from pydantic import create_model
+
+from experiments.split_gradient.answer import answer
+from experiments.split_gradient.measure import about, measure
+from suite.command.jobs import Ran
+from suite.command.schema import Positive, Shared, group, several, whole
+from suite.running.asking import ask
+from suite.running.question import Question
+
+SIZES = dict.fromkeys(("in_channels", "out_channels", "kernel_size", "batch", "image_size"), whole(1))
+Split = list[whole(-1)]
+
+
+class Settings(Shared):
+    """What is set for this kind."""
+
+    case: group(**SIZES, split=Split)
+    window: group(steps=whole(1), learning_rate=Positive)
+    sweep: create_model(
+        "Sweep",
+        __base__=group(base=group(**SIZES, split=Split)),
+        **{name: (several(kind), None) for name, kind in (SIZES | {"split": Split}).items()},
+    )
+
+
+QUESTION = Question(measure=measure, answer=answer, about=about)
+
+
+def run(config: DictConfig) -> Ran:
+    """Measure the split that was asked about and a sweep around it; the verdict is about the former."""
+    return ask(config, QUESTION)

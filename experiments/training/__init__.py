@@ -1,0 +1,115 @@
+"""The kind of experiment that trains: every arm in lockstep over every seed, then a verdict over all."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from omegaconf import DictConfig
+
+from driftlab.lockstep.checkpoint import checkpoint_step
+from driftlab.record.seed_record import seed_folder
+from suite.command.command_line import in_sweep, overrides
+from suite.command.configuration import AUTO, resolve
+from suite.command.jobs import Ran
+from suite.command.machine import process_settled
+from suite.command.schema import Training as Settings
+from suite.command.seeds import parse_seeds
+from suite.data import load_images
+from suite.running.arguments import check_network
+from suite.running.building import Built
+from suite.running.costs import Sketch, build_sketched, float64_choice, forecast, make_sketch
+from suite.running.ending import end
+from suite.running.experiment_folder import Experiment, is_done, open_experiment, say_outdated
+from suite.running.float64_steps import as_begun, settle
+from suite.running.networks import source_digest
+from suite.running.seed_run import train
+from suite.running.workers import carry_out, in_a_worker
+from suite.showing.plan import training_plan
+from suite.showing.terminal import Terminal
+
+__all__ = ["Settings", "run"]
+
+WORTH_WORKERS = 18.0  # seconds in one process; workers take about 5 s to start
+
+
+def run(config: DictConfig) -> Ran:
+    """Train what is not finished yet, then judge all finished seeds; a sweep does so at its end.
+
+    Raises:
+        ConfigurationError, DataError, Unfinished: with one line for the user.
+    """
+    terminal = Terminal(job=config.get("name") if in_sweep() else "")
+    seeds = parse_seeds(config.get("seed"))
+    settings = resolve(config, terminal.say)
+    few_are_fast = config.workers == "auto"
+    with process_settled(settings, terminal.say):
+        return _run(_of_its_rewrite(settings), seeds, terminal, few_are_fast)
+
+
+def _run(settings: DictConfig, seeds: list[int], terminal: Terminal, few_are_fast: bool) -> Ran:
+    settings = as_begun(settings, terminal.say)
+    images = load_images(settings, terminal.say)
+    built = build_sketched(_on_cpu(settings), images, seeds[0])  # what cannot be built leaves no folder
+    experiment = open_experiment(settings, images, terminal)
+    todo = [seed for seed in seeds if not is_done(experiment, seed)]
+    say_outdated(experiment)
+    experiment = _planned(experiment, built, seeds, todo, few_are_fast=few_are_fast)
+    del built
+    with terminal.progress(todo, settings.steps):
+        carry_out(experiment, todo, train)
+    return end(experiment, seeds)
+
+
+def _of_its_rewrite(settings: DictConfig) -> DictConfig:
+    """The settings, with what is known of the rewrite that they name. Raises ConfigurationError."""
+    check_network(settings)
+    if settings.rewrite.target and "candidate" in settings.roles:
+        settings.rewrite.source = source_digest(settings.rewrite.target)
+        if any(o.startswith("rewrite.target=") for o in overrides(settings)):
+            # what the experiment expected was of its own rewrite
+            settings.hypothesis = f"{settings.rewrite.target} changes nothing but rounding"
+            settings.expected = None
+    return settings
+
+
+def _planned(
+    experiment: Experiment, built: Built, seeds: list[int], todo: list[int], *, few_are_fast: bool
+) -> Experiment:
+    """Settle what is measured first, and say what is to be done.
+
+    Args:
+        built: the first seed, on the CPU.
+        few_are_fast: where workers are not worth their start there are none.
+    """
+    sketch = _sketch(experiment, built, seeds[0], timed=bool(todo))
+    if todo and experiment.settings.float64_steps == AUTO:
+        experiment = settle(experiment, float64_choice(experiment.settings, sketch))
+    settings = experiment.settings
+    starts = [checkpoint_step(seed_folder(experiment.folder, seed) / "checkpoint") or 0 for seed in todo]
+    if few_are_fast and forecast(settings, sketch, starts, workers=1) < WORTH_WORKERS:
+        settings.workers = 1
+    duration = forecast(settings, sketch, starts, workers=settings.workers)
+    lines = training_plan(experiment, seeds, todo, sketch, duration)
+    experiment.terminal.plan(f"{settings.name} {experiment.digest}", lines, in_full=not in_sweep())
+    return experiment
+
+
+def _sketch(experiment: Experiment, built: Built, seed: int, *, timed: bool) -> Sketch:
+    """Where workers train on GPUs this process stays off them: a GPU may be another process's alone."""
+    settings = experiment.settings
+    if settings.device == "cpu" or not timed:
+        return make_sketch(settings, built, timed=timed)
+    if settings.workers == 1:
+        return _timed(experiment, seed)
+    return in_a_worker(experiment, partial(_timed, seed=seed))
+
+
+def _timed(experiment: Experiment, seed: int) -> Sketch:
+    settings = experiment.settings
+    return make_sketch(settings, build_sketched(settings, experiment.images, seed))
+
+
+def _on_cpu(settings: DictConfig) -> DictConfig:
+    settings = settings.copy()
+    settings.device = "cpu"
+    return settings

@@ -1,0 +1,131 @@
+"""The jobs of this command: each carried out, how it ended, and what that makes of the exit status."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from traceback import format_exc
+from typing import NamedTuple, TypedDict
+
+from omegaconf import DictConfig, OmegaConf
+
+from suite.command import command_line
+from suite.command.command_line import in_sweep
+from suite.command.errors import Unfinished, exit_called, unfinished_by
+from suite.command.supervision import raise_if_stopped
+
+
+class Ran(NamedTuple):
+    """An experiment whose seeds have finished.
+
+    Attributes:
+        folder: ``<results>/<experiment>/<digest>``.
+        verdict: None in a sweep, which judges once, when all of its jobs have ended.
+    """
+
+    folder: str
+    verdict: str | None
+
+
+class Ended(TypedDict, total=False):
+    """How a job ended: in ``folder`` where its seeds have finished, else in one of the lines.
+
+    Plain data, for a job of a sweep may be another process.
+
+    Attributes:
+        refused: bad configuration, in one line.
+        unfinished: what stopped the seeds, in one line; the same command goes on.
+        crashed: a traceback.
+    """
+
+    folder: str
+    listed: bool  # the verdict is one of fail_on
+    refused: str
+    unfinished: str
+    crashed: str
+
+
+# How the jobs of this process ended, and with --multirun those of the processes that it started. One with a
+# folder has its verdict, written by this process.
+_ended: list[Ended] = []
+_begun: list[bool] = []  # for exit_status: a command such as --cfg has no jobs
+
+
+def carry_out(config: DictConfig) -> Ended:
+    """One Hydra job: all seeds of one experiment, or with ``--multirun`` one of them.
+
+    Nothing is raised in a sweep, whose other jobs go on; nor what the user can mend, for Hydra prints the
+    overrides of a job that raises.
+    """
+    _begun.append(True)
+    try:
+        ran = command_line.kind(config.kind).run(config)
+        ended: Ended = {"folder": ran.folder, "listed": ran.verdict in list(config.fail_on)}
+    except Exception as error:
+        raise_if_stopped()
+        ended = _explained(error)
+        if not ended and not in_sweep():
+            raise
+        ended = ended or {"crashed": format_exc()}
+    except SystemExit as asked:
+        ended = _explained(asked) or {"refused": exit_called(asked)}
+    if not in_sweep():  # a sweep collects what its jobs return, wherever they ran
+        _ended.append(ended)
+    return ended
+
+
+def show(config: DictConfig) -> None:
+    """Prints the settings as a run would have them; where they cannot be used ``exit_status`` says so."""
+    from suite.command.configuration import resolve  # not needed for --help
+
+    try:
+        print(OmegaConf.to_yaml(resolve(config)), end="")
+    except Exception as error:
+        raise_if_stopped()
+        if not say_at_the_end(error):
+            raise
+
+
+def collect(ended: Iterable[Mapping]) -> None:
+    _begun.append(True)
+    _ended.extend(ended)
+
+
+def refuse(line: str) -> None:
+    _ended.append({"refused": line})
+
+
+def say_at_the_end(error: Exception) -> bool:
+    """Whether there is a line for what a command raised outside of its jobs; ``exit_status`` says it."""
+    ended = _explained(error)
+    _ended.extend([ended] if ended else [])
+    return bool(ended)
+
+
+def _explained(error: BaseException) -> Ended:
+    """How a job ended that raised what the user or the surroundings can mend; else empty."""
+    if isinstance(error, Unfinished):
+        return {"unfinished": str(error)}
+    if line := command_line.explain(error):
+        return {"refused": line}
+    if line := unfinished_by(error):
+        return {"unfinished": line}
+    return {}
+
+
+def exit_status() -> int:
+    """Says what went wrong, each thing once. 2 bad configuration, 1 unfinished, 3 a verdict of fail_on.
+
+    0 only where this command has written a verdict, or had no job to do.
+    """
+    for kind in ("crashed", "refused", "unfinished"):
+        for line in dict.fromkeys(e[kind] for e in _ended if e.get(kind)):
+            print(line if kind == "crashed" else f"error: {line}", file=sys.stderr)
+    if any(e.get("refused") for e in _ended):
+        return 2
+    if any(e.get("unfinished") or e.get("crashed") for e in _ended):
+        return 1
+    if _begun and not any(e.get("folder") for e in _ended):
+        print("error: no verdict was written: the same command goes on", file=sys.stderr)
+        return 1
+    return 3 if any(e.get("listed") for e in _ended) else 0

@@ -1,0 +1,118 @@
+"""From a finished run to the page that is committed: the answer, its tables and figures, how it was made."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from driftlab.record.differing import differences
+from driftlab.record.seed_record import SeedRecord, write_whole
+from suite.command.errors import ConfigurationError
+from suite.reading.archive import read_judged
+from suite.reading.judging import Judged, check_no_links, repeat_command, write_shown
+from suite.reading.publishing_curves import published_curves
+from suite.reading.stored import SETTINGS
+
+# Beyond so many rows a table stands in its CSV file alone.
+MOST_ROWS = 40
+
+
+def publish(run: Path, to: Path, say: Callable[[str], None] = print) -> Path:
+    """Write ``to/<experiment>/README.md`` with the tables and figures of ``run`` beside it; returns the page.
+
+    The run is judged again: of what lies in its folder only the seeds and the settings are read, with care,
+    and nothing is copied.
+
+    Raises:
+        ConfigurationError: the run has no finished seed, cannot be read, or has a name that is no folder's.
+    """
+    judged = read_judged(run, say)
+    if judged is None:
+        raise ConfigurationError(f"{run} holds no finished seed: run its command first")
+    page = to / _folder_name(judged.settings.name, run)
+    made = [*_made(judged.records), *_data_and_size(judged.records[0].run, judged.settings)]
+    shown = page / "tables", page / "figures"
+    check_no_links(page, *shown)
+    for folder in shown:
+        shutil.rmtree(folder, ignore_errors=True)
+    if judged.answer is None:
+        answer = published_curves(page, judged.records)
+    else:
+        answer = write_shown(page, judged.answer)
+    write_whole(page / "README.md", "\n".join([*_page(judged, answer), *made]))
+    return page / "README.md"
+
+
+def _folder_name(name: str, run: Path) -> str:
+    if not re.fullmatch(r"\w[\w.+-]*", name, re.ASCII):
+        raise ConfigurationError(
+            f"{run / SETTINGS}: name={name!r} is no folder's name: write letters, digits, _, -, + and ."
+        )
+    return name
+
+
+def _page(judged: Judged, answer: Mapping) -> Iterable[str]:
+    settings, judgement = judged.settings, judged.judgement
+    yield f"# {settings.name}\n"
+    asked = settings.get("question")
+    yield f"{asked}\n" if asked else f"Hypothesis: {settings.hypothesis}.\n"
+    yield f"**`{judgement.verdict}`**: {judgement.headline}.\n"
+    yield f"{answer['sentence']}\n"
+    for figure in answer["figures"]:
+        yield f"## {figure['title']}\n"
+        yield f"![{figure['title']}](figures/{figure['name']}.png)\n"
+        yield f"{figure['caption']}\n"
+    for table in answer["tables"]:
+        yield f"## {table['title']}\n"
+        yield f"{table['conclusion']}\n"
+        yield from _table(table)
+
+
+def _data_and_size(run: Mapping, settings: Mapping) -> Iterable[str]:
+    """Of a kind that trains on a data set: which one, and whether this is the size that a GPU is for."""
+    data, size = run["dataset"], settings["scale"]["name"]
+    if not data["sha256"]:
+        return
+    stand_in = ", a STAND-IN of drawn shapes" if data["stand_in"] else ""
+    counts = f"{data['train_images']:,} training and {data['test_images']:,} test images"
+    yield f"Data: {data['name']}{stand_in}, {counts}, SHA-256 `{data['sha256']}`.\n"
+    if size != "full":
+        yield (
+            f"Size: `{size}`, which is for a CPU. The full size is for a GPU and was not run here: on a "
+            "machine that has one the same command takes it (`scale=auto`).\n"
+        )
+
+
+def _table(table: Mapping) -> Iterable[str]:
+    file = f"[tables/{table['name']}.csv](tables/{table['name']}.csv)"
+    if len(table["rows"]) > MOST_ROWS:
+        yield f"{len(table['rows'])} rows: {file}\n"
+        return
+    yield _row(table["headings"])
+    yield _row(["---:" if numeric else "---" for numeric in table["numeric"]])
+    yield from map(_row, table["rows"])
+    yield f"\nAs a file: {file}\n"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in cells) + " |"
+
+
+def _made(records: list[SeedRecord]) -> Iterable[str]:
+    environment = records[0].run["environment"]
+    seconds = [r.run["times"]["seconds"] for r in records]
+    versions = ", ".join(f"{name} {v}" for name, v in environment["versions"].items() if v)
+    yield "## How it was made\n"
+    yield "By this command, as the run's records name it:\n"
+    yield f"```\n{repeat_command(records)}\n```\n"
+    yield (
+        f"n = {len(records)} seed{'s' if len(records) > 1 else ''}, {sum(seconds):.0f} s in all; "
+        f"{environment['device']}, {environment['threads']} thread{'s' * (environment['threads'] > 1)}, "
+        f"Python {environment['python']}, {versions}. "
+        f"TF32: {'on' if any(environment['tf32'].values()) else 'off'}. "
+        f"Digest of the settings: `{records[0].run['digest']}`.\n"
+    )
+    if differences({r.seed: r.run["environment"] for r in records}):
+        yield "Not all seeds ran in that environment; the others' stands in the run's `verdict.json`.\n"

@@ -1,0 +1,97 @@
+"""The arguments that settings hand to a function of anybody's, held to its signature before it is called."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+
+from suite.command.checking import shown
+from suite.command.command_line import given, instead
+from suite.command.errors import ConfigurationError
+from suite.running.networks import imported
+
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+_HYDRAS = ("_target_", "_partial_")
+
+
+def check_network(settings: DictConfig) -> None:
+    """The arguments of the model, of the optimizer and of the rewrite. Raises ConfigurationError."""
+    for name in ("model", "optimizer"):
+        function = imported(f"{name}._target_", settings[name]._target_)
+        own = {k: v for k, v in OmegaConf.to_container(settings[name]).items() if k not in _HYDRAS}
+        check_arguments(name, function, own, known=["classes"] if name == "model" else _first(function))
+    if settings.rewrite.target and "candidate" in settings.roles:
+        check_rewrite("rewrite", settings)
+
+
+def check_rewrite(name: str, settings: DictConfig) -> None:
+    """The options of a rewrite, less those for the experiment's own where another took its place."""
+    rewrite = settings[name]
+    function = imported(f"{name}.target", rewrite.target)
+    options = OmegaConf.to_container(rewrite).get("options") or {}
+    if not HydraConfig.initialized() or given(name, "target", settings):
+        options = {k: v for k, v in options.items() if given(f"{name}.options", k, settings)}
+    check_arguments(f"{name}.options", function, options, known=_first(function))
+
+
+def check_arguments(
+    place: str, function: Callable, arguments: Mapping[str, Any], known: list[str] | None = None
+) -> None:
+    """Raises ConfigurationError for an argument that it does not take, or not of this type.
+
+    Args:
+        known: parameters that are given to it anyway.
+    """
+    try:
+        taken = _parameters(function)
+    except (TypeError, ValueError):  # something in C has no signature
+        return
+    free = [name for name in taken if name not in (known or [])]
+    anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    for name, value in arguments.items():
+        if name not in free and not (anything and name not in taken):
+            near = instead(name, free) if free else "it takes none"
+            raise ConfigurationError(f"{place}.{name} is no argument of {function.__qualname__}: {near}")
+        if name in taken and not _fits(value, taken[name].annotation):
+            wanted = f"{name}: {inspect.formatannotation(taken[name].annotation)}"
+            raise ConfigurationError(
+                f"{place}.{name}={shown(value)} does not fit: {function.__qualname__} takes {wanted}"
+            )
+
+
+def _first(function: Callable) -> list[str]:
+    """The parameter that the suite fills: the network, or what an optimizer updates."""
+    try:
+        return list(inspect.signature(function).parameters)[:1]
+    except (TypeError, ValueError):
+        return []
+
+
+def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function, eval_str=True).parameters
+    except NameError:  # an annotation that only a type checker can read
+        return inspect.signature(function).parameters
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """As JSON, where a list may stand for a tuple but a word for nothing else than a word."""
+    if annotation is inspect.Parameter.empty or isinstance(annotation, str) or _is_made_by_hydra(value):
+        return True
+    try:
+        TypeAdapter(annotation, config=_STRICT).validate_json(json.dumps(value))
+    except ValidationError:
+        return False
+    except PydanticUserError:  # a type that no text can stand for
+        return True
+    return True
+
+
+def _is_made_by_hydra(value: Any) -> bool:
+    return isinstance(value, Mapping) and "_target_" in value

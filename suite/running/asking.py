@@ -1,0 +1,128 @@
+"""From a question to its answer: measure every seed, judge, show tables and figures, leave the files.
+
+The folder is that of every experiment (``experiment.yaml``, ``seed=<n>/``, ``verdict.json``,
+``report.html``) with three things more: ``seed=<n>/measurements.json``, ``tables/*.csv`` and
+``figures/*.svg`` and ``.png``; ``answer.json`` holds the sentences and where each number stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from driftlab.record.seed_record import (
+    CURVES,
+    EVALUATIONS,
+    columns,
+    write_sealed,
+    write_table,
+)
+from suite.command.command_line import in_sweep
+from suite.command.configuration import resolve
+from suite.command.errors import storage
+from suite.command.jobs import Ran
+from suite.command.machine import process_settled
+from suite.command.seeds import parse_seeds
+from suite.data import load_images
+from suite.data.images import Images
+from suite.reading.stored import MEASUREMENTS
+from suite.running.arguments import check_network
+from suite.running.ending import end
+from suite.running.experiment_folder import Experiment, is_done, open_experiment, say_outdated, take_up
+from suite.running.question import Measured, Question
+from suite.running.run_record import Began, seed_record
+from suite.running.workers import carry_out
+from suite.showing.loggers import MetricsLogger
+from suite.showing.plan import question_plan
+from suite.showing.terminal import Terminal
+
+
+def ask(config: DictConfig, question: Question) -> Ran:
+    """Measure what is not finished yet, then answer from all finished seeds; a sweep does so at its end.
+
+    Raises:
+        ConfigurationError, Unfinished: with one line for the user.
+    """
+    terminal = Terminal(job=config.get("name") if in_sweep() else "")
+    seeds = parse_seeds(config.get("seed"))
+    settings = resolve(config, terminal.say)
+    with process_settled(settings, terminal.say):
+        return _ask(settings, seeds, question, terminal)
+
+
+def _ask(settings: DictConfig, seeds: list[int], question: Question, terminal: Terminal) -> Ran:
+    about = question.about(settings)
+    images = _images(settings, terminal)
+    question.check(settings, seeds[0], *_given(images))
+    settings.measurement = question.version
+    experiment = open_experiment(settings, images, terminal)
+    todo = [seed for seed in seeds if not is_done(experiment, seed)]
+    say_outdated(experiment)
+    plan = question_plan(experiment, about, seeds, todo)
+    terminal.plan(f"{settings.name} {experiment.digest}", plan, in_full=not in_sweep())
+    carry_out(experiment, todo, partial(_measure, question))
+    return end(experiment, seeds, question)
+
+
+def _images(settings: DictConfig, terminal: Terminal) -> Images | None:
+    """Of a kind that trains on them; the arguments of what it trains are checked by the way."""
+    if "data" not in settings:
+        return None
+    check_network(settings)
+    return load_images(settings, terminal.say)
+
+
+def _given(images: Images | None) -> tuple[Images, ...]:
+    return () if images is None else (images,)
+
+
+def _measure(question: Question, experiment: Experiment, seed: int, home: Path) -> None:
+    """Raises RecordError where it had finished and is damaged, Unfinished where the disk refuses a file."""
+    began = Began.now()
+    with storage(experiment.settings.results, lambda: f"seed {seed} is measured again"):
+        take_up(experiment, seed, home)
+        measured = question.measure(experiment.settings, seed, *_given(experiment.images))
+        record = seed_record(experiment, seed, began) | _arms_and_probes(measured)
+        rows = [{"epoch": 0, **row} for row in measured.record.curves]
+        experiment.still_owner()
+        record["files"] = _write_measured(home, measured, rows)
+        _log(experiment, seed, home, rows, record)
+        write_sealed(home / "run.json", record)
+    experiment.terminal.say(f"seed {seed}: measured ({record['times']['seconds']:.0f} s)")
+
+
+def _write_measured(home: Path, measured: Measured, rows: list[dict]) -> dict[str, str]:
+    """Name -> SHA-256 of the files that ``run.json`` rests on."""
+    arms = measured.record.arms
+    evaluations = [{"epoch": 0, **row} for row in measured.record.evaluations]
+    return {
+        "curves.csv": write_table(home / "curves.csv", columns(CURVES, arms), rows),
+        "evaluations.csv": write_table(home / "evaluations.csv", columns(EVALUATIONS, arms), evaluations),
+        MEASUREMENTS: write_sealed(home / MEASUREMENTS, measured.values),
+    }
+
+
+def _arms_and_probes(measured: Measured) -> dict:
+    run, found = measured.record.run, measured.record.findings
+    horizon = int(measured.record.curves[-1]["step"]) if measured.record.curves else 0
+    arms = {
+        name: {"outcome": "finished" if arm["blown_up_at"] is None else "blew_up", "horizon": horizon} | arm
+        for name, arm in run["arms"].items()
+    }
+    return {
+        "arms": arms,
+        "fold": None,
+        "probes": run.get("probes", []) if found is None else [f.as_dict() for f in found],
+    }
+
+
+def _log(
+    experiment: Experiment, seed: int, home: Path, rows: list[Mapping[str, float]], record: Mapping
+) -> None:
+    logger = MetricsLogger(experiment.settings, experiment.digest, seed, home)
+    for row in rows:
+        logger.log(int(row["step"]), {k: v for k, v in row.items() if k != "step"})
+    logger.finish(record)

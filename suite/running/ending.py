@@ -1,0 +1,104 @@
+"""The end of an experiment, and of a sweep of them: judged, shown, and left with the logger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from driftlab.record import differing
+from driftlab.report.tables import notable, outcomes
+from suite.command import jobs
+from suite.command.command_line import in_sweep
+from suite.command.errors import ConfigurationError, Unfinished
+from suite.command.seeds import format_seeds
+from suite.reading.archive import judge_again
+from suite.reading.judging import Judged, judge, write
+from suite.reading.stored import finished, read_settings
+from suite.running.experiment_folder import Experiment, alone
+from suite.showing.loggers import log_verdict
+from suite.showing.tables import print_whole, runs_table, seeds_table
+from suite.showing.terminal import Terminal
+
+if TYPE_CHECKING:
+    from suite.running.question import Question
+
+
+def end(experiment: Experiment, seeds: Sequence[int], question: Question | None = None) -> jobs.Ran:
+    """Judge all finished seeds together, show and log the verdict; a sweep does so when its jobs have ended.
+
+    Args:
+        seeds: that were asked for, and that had all finished.
+
+    Raises:
+        Unfinished: the disk refused a file, or one of the seeds is no longer there.
+    """
+    folder, settings, terminal = experiment.folder, experiment.settings, experiment.terminal
+    if in_sweep():
+        return jobs.Ran(str(folder), None)
+    with alone(settings, folder):
+        records = finished(folder, terminal.say)
+        if gone := sorted(set(seeds) - {record.seed for record in records}):
+            which = f"seed{'s' * (len(gone) > 1)} {format_seeds(gone)}"
+            raise Unfinished(f"{folder} no longer holds {which}, finished before: the same command goes on")
+        judged = replace(judge(folder, settings, experiment.digest, records, question), ran_here=True)
+        _show(judged, write(judged), terminal)
+        log_verdict(settings, experiment.digest, folder, judged.answer)
+    return jobs.Ran(str(folder), str(judged.judgement.verdict))
+
+
+def end_sweep(ended: Iterable[Mapping]) -> None:
+    """One verdict and one report an experiment, over the seeds of all of its jobs; how each job ended."""
+    terminal, ended = Terminal(), list(ended)
+    jobs.collect(e for e in ended if "folder" not in e)
+    folders = [Path(f) for f in dict.fromkeys(e["folder"] for e in ended if e.get("folder"))]
+    if len(folders) == 1:
+        if judged := _judged(*folders, terminal):
+            _show(judged, _pages(judged), terminal)
+        return
+    runs = [judged.less_measurements() for folder in folders if (judged := _judged(folder, terminal))]
+    if runs:
+        print_whole(terminal.console, runs_table(runs))
+    for judged in runs:
+        terminal.file("report", _pages(judged)["report"])
+
+
+def _judged(folder: Path, terminal: Terminal) -> Judged | None:
+    """None where it has to be said why it was not."""
+    try:
+        settings = read_settings(folder)
+        settings.results = str(folder.parent.parent)
+        with alone(settings, folder):
+            judged = judge_again(folder, terminal.say, ran_here=True)
+            if judged is None:
+                raise Unfinished(f"{folder} no longer holds a finished seed: the same command goes on")
+            log_verdict(settings, judged.digest, folder, judged.answer)
+    except ConfigurationError as error:
+        jobs.refuse(str(error))
+        return None
+    except Unfinished as error:
+        jobs.collect([jobs.Ended(unfinished=str(error))])
+        return None
+    listed = judged.judgement.verdict in list(judged.settings.fail_on)
+    jobs.collect([jobs.Ended(folder=str(folder), listed=listed)])
+    return judged
+
+
+def _pages(judged: Judged) -> dict[str, str]:
+    return {"verdict": f"{judged.folder}/verdict.json", "report": f"{judged.folder}/report.html"}
+
+
+def _show(judged: Judged, files: Mapping[str, str], terminal: Terminal) -> None:
+    """The answer; or the seeds, of many those worth a look, and where they did not run alike. The verdict."""
+    expected = judged.settings.expected
+    if judged.answer is not None:
+        terminal.tables(judged.answer)
+        terminal.verdict(judged.judgement, expected, None, files)
+        return
+    few = notable(outcomes(judged.records, judged.judgement))
+    worth = {row["seed"] for row in few.rows} if few else set(judged.seeds)
+    seeds = seeds_table([r for r in judged.records if r.seed in worth], few)
+    terminal.verdict(judged.judgement, expected, seeds, files)
+    for line in differing.lines({record.seed: record.run for record in judged.records}):
+        terminal.say(line)

@@ -1,0 +1,207 @@
+"""The networks of an experiment: the reference by config, the candidate by its rewrite, and the arms."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import inspect
+import math
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import hydra
+import torch
+import torch.nn.functional as F
+from omegaconf import DictConfig
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils import _pytree as pytree
+
+from driftlab.blame import described, is_out_of_memory
+from driftlab.fold import FoldError, find_fold
+from driftlab.lockstep.arm import ONE_WEIGHT, Arm, grow, unfolded
+from driftlab.lockstep.arm import make_arm as arm_of
+from driftlab.network.calling import evaluation_mode
+from driftlab.network.pair import Pair
+from driftlab.process import REWRITE, noticed
+from driftlab.words import DiagnoseError
+from suite.command.errors import ConfigurationError, one_line
+from suite.data.images import Images
+
+Rewrite = Callable[[nn.Module], nn.Module]
+
+
+def build_reference(settings: DictConfig, images: Images, seed: int) -> nn.Module:
+    """The network in float32 on the CPU, initialised from ``seed`` whatever its arms' device and dtype."""
+    torch.manual_seed(seed)
+    try:
+        with noticed("the model"):
+            return hydra.utils.instantiate(settings.model, classes=len(images.classes))
+    except Exception as error:
+        raise ConfigurationError(f"model: {described(error.__cause__ or error, 200)}") from None
+
+
+def load_rewrite(settings: DictConfig) -> Rewrite:
+    """The function that ``rewrite.target`` names, with those of ``rewrite.options`` that it takes."""
+    target = settings.rewrite.target
+    function = imported("rewrite.target", target)
+    options = dict(settings.rewrite.options or {})
+    accepted = inspect.signature(function).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+        return partial(function, **options)
+    # an experiment's options stay behind when another target takes the place of its own
+    return partial(function, **{k: v for k, v in options.items() if k in accepted})
+
+
+def imported(setting: str, target: str) -> Callable:
+    """The function that a setting names. Raises ConfigurationError."""
+    module_name, _, function_name = str(target).rpartition(".")
+    if not module_name:
+        raise ConfigurationError(f"{setting}={target}: write package.module.function")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        with noticed(f"importing {module_name}"):
+            function = getattr(importlib.import_module(module_name), function_name)
+    except Exception as error:
+        raise ConfigurationError(f"{setting}={target} cannot be imported: {described(error, 200)}") from None
+    if not callable(function):
+        raise ConfigurationError(f"{setting}={target} is a {type(function).__name__}, not a function")
+    return function
+
+
+def source_digest(target: str | None) -> str | None:
+    """The SHA-256 of the file that holds a rewrite: an edited rewrite is another experiment."""
+    if not target:
+        return None
+    try:
+        source = Path(inspect.getsourcefile(inspect.unwrap(imported("rewrite.target", target)))).read_bytes()
+    except (TypeError, OSError):
+        return None
+    return hashlib.sha256(source).hexdigest()[:12]
+
+
+def apply_rewrite(rewrite: Rewrite, target: str, reference: nn.Module) -> nn.Module:
+    """The candidate, from a deep copy of the reference. Raises ConfigurationError where there is none."""
+    try:
+        candidate = rewrite(copy.deepcopy(reference))
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise  # not the rewrite's fault: fewer seeds at a time may fit
+        raise ConfigurationError(f"rewrite.target={target} failed: {described(error, 200)}") from None
+    if not isinstance(candidate, nn.Module):
+        got = type(candidate).__name__
+        raise ConfigurationError(f"rewrite.target={target} returned a {got}: it must return an nn.Module")
+    return candidate
+
+
+def check_same_shapes(reference: nn.Module, candidate: nn.Module, inputs: torch.Tensor, target: str) -> None:
+    """Both networks on one batch, in eval mode: one that fails or changes the shape is no rewrite."""
+    with evaluation_mode(reference):
+        wanted = pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), reference(inputs))
+    try:
+        with evaluation_mode(candidate):
+            got = pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), candidate(inputs))
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ConfigurationError(
+            f"rewrite.target={target}: its network fails on a batch: {described(error, 200)}"
+        ) from None
+    if got != wanted:
+        raise ConfigurationError(f"rewrite.target={target} changes the output's shape from {wanted} to {got}")
+
+
+def build_arms(
+    settings: DictConfig, images: Images, seeds: dict[str, int], inputs: torch.Tensor
+) -> tuple[list[Arm], Pair | None]:
+    """All arms of one seed on their device, and the pair that is judged, where there is a candidate.
+
+    ``inputs`` is a float32 CPU batch to try the networks on.
+    """
+    reference = build_reference(settings, images, seeds["init"])
+    pair = _rewritten(settings, reference, seeds["order"], inputs) if "candidate" in settings.roles else None
+    arms = grow(
+        reference,
+        pair.candidate if pair else None,
+        optimizer=_of_module(settings),
+        horizons={d: settings.float64_steps if d == "float64" else settings.steps for d in settings.dtypes},
+        controls=[ONE_WEIGHT] if "control" in settings.roles else [],
+        fold=pair.comparable if pair else unfolded,
+        scheduler=make_scheduler(settings),
+        nudge_seed=seeds["nudge"],
+        device=settings.device,
+        float64_candidate=pair is None or _runs_in_float64(pair.candidate, inputs),
+    )
+    if pair:
+        pair.reference.to(settings.device)
+        pair.candidate.to(settings.device)
+    return arms, pair
+
+
+def _rewritten(settings: DictConfig, reference: nn.Module, seed: int, inputs: torch.Tensor) -> Pair:
+    target, rewrite = settings.rewrite.target, load_rewrite(settings)
+    with noticed(REWRITE):
+        candidate = apply_rewrite(rewrite, target, reference)
+    check_same_shapes(reference, candidate, inputs, target)
+    return make_pair(settings, reference, candidate, rewrite, target, seed)
+
+
+def make_pair(
+    settings: DictConfig, reference: nn.Module, candidate: nn.Module, rewrite: Rewrite, target: str, seed: int
+) -> Pair:
+    """The pair with its fold, loss and optimizers. Raises ConfigurationError where no fold is found."""
+    try:
+        with noticed("another run of the rewrite"):  # which finds the fold
+            fold = find_fold(reference, candidate, rewrite)
+        optimizer = _of_module(settings)
+        return Pair(reference, candidate, fold, F.cross_entropy, optimizer, optimizer, seed=seed)
+    except (FoldError, DiagnoseError) as error:
+        raise ConfigurationError(f"rewrite.target={target}: {one_line(error)}") from None
+
+
+def make_arm(settings: DictConfig, role: str, dtype: str, network: nn.Module, horizon: int) -> Arm:
+    """An arm of a copy of ``network``, on its device, compared with nothing yet."""
+    scheduler, device = make_scheduler(settings), settings.device
+    return arm_of(role, dtype, network, _of_module(settings), horizon, scheduler=scheduler, device=device)
+
+
+def _of_module(settings: DictConfig) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    make = make_optimizer(settings)
+    return lambda module: make(module.parameters())
+
+
+def _runs_in_float64(candidate: nn.Module, inputs: torch.Tensor) -> bool:
+    try:
+        wide = copy.deepcopy(candidate).double()
+        with evaluation_mode(wide):
+            wide(inputs.double())
+    except Exception:  # whatever a stranger's forward raises
+        return False
+    return True
+
+
+def make_optimizer(settings: DictConfig) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """From parameters to optimizer; what it refuses (a rate that is no number) is the user's to mend."""
+
+    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        try:
+            return hydra.utils.instantiate(settings.optimizer)(parameters)
+        except Exception as error:
+            raise ConfigurationError(f"optimizer: {one_line(error.__cause__ or error)}") from None
+
+    return make
+
+
+def make_scheduler(settings: DictConfig) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
+    """Makes an arm's learning-rate scheduler from its optimizer; None where the rate is constant."""
+    if settings.learning_rate_schedule == "constant":
+        return None
+    return partial(_cosine, settings.steps)
+
+
+def _cosine(steps: int, optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(step, steps) / steps)))

@@ -1,0 +1,133 @@
+"""The W&B workspace and report of a project, as specs built from code.
+
+Both show verdicts first (the runs of job type ``verdict``), then the curves of all seeds (job type ``seed``):
+a line an experiment and arm, its median over seeds, the band from the lowest seed to the highest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import wandb_workspaces.reports.v2 as wr
+import wandb_workspaces.workspaces as ws
+from wandb_workspaces import expr
+
+from driftlab.measures import Measure, by_section
+
+TITLE = "driftlab: round-off, unstable training, or a bug in the rewrite?"
+
+# What a distance is measured on, or anything else between two arms; against which, the names say.
+DRIFTING = (
+    *("candidate.float32", "control.float32", "candidate.float64", "control.float64"),
+    "reference.float32",
+)
+# What of the others tells most.
+NARROW = ("reference.float32", "candidate.float32", "control.float32")
+
+# The data set stands beside every verdict: a stand-in must not be taken for the real one. W&B's own names of
+# columns: `.value` comes after the first part of a config key.
+COLUMNS = (
+    *("summary:verdict", "summary:headline", "summary:expected", "summary:seeds"),
+    *("summary:where.module", "summary:where.pass", "summary:where.step"),
+    *("config:name.value", "config:digest.value", "config:seed.value"),
+    *("config:dataset.value.name", "config:dataset.value.stand_in"),
+    *("config:device.value", "config:scale.value.name"),
+)
+
+
+def workspace(project: str, entity: str) -> ws.Workspace:
+    """Verdicts on top, then a section for each group of curves; runs in groups of one experiment's digest."""
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name="driftlab",
+        sections=[
+            ws.Section("Verdicts", _verdicts(), is_open=True),
+            *(ws.Section(name, list(_charts(drawn)), is_open=True) for name, drawn in by_section().items()),
+        ],
+        settings=ws.WorkspaceSettings(x_axis="step", max_runs=100),
+        runset_settings=ws.RunsetSettings(
+            groupby=[expr.Metric("Group")],
+            pinned_columns=list(COLUMNS),
+        ),
+    )
+
+
+def report(project: str, entity: str) -> wr.Report:
+    """The same to read from top to bottom, with the words that it takes."""
+
+    def grid(job_type: str, panels: list) -> wr.PanelGrid:
+        runs = wr.Runset(  # of the report's own project
+            name=f"{job_type}s",
+            filters=f"JobType = '{job_type}'",
+            pinned_columns=list(COLUMNS),
+        )
+        return wr.PanelGrid(runsets=[runs], panels=panels)
+
+    blocks = [wr.MarkdownBlock(INTRODUCTION), wr.H2("Verdicts"), grid("verdict", _verdicts())]
+    for name, drawn in by_section().items():
+        blocks += [wr.H2(name), grid("seed", list(_charts(drawn)))]
+    return wr.Report(
+        project=project,
+        entity=entity,
+        title=TITLE,
+        description="Verdicts and curves of every experiment in the project.",
+        blocks=blocks,
+        width="fluid",
+    )
+
+
+def specs(space: ws.Workspace, page: wr.Report) -> dict[str, dict]:
+    """What would be sent, as JSON can hold it."""
+    written = {"workspace": space._to_model(), "report": page._to_model()}
+    return {name: model.model_dump(mode="json", by_alias=True) for name, model in written.items()}
+
+
+def saved(space: ws.Workspace, page: wr.Report, space_url: str | None, page_url: str | None) -> list[str]:
+    """Send both to W&B, in place of those at the two addresses where they are given; where they are now."""
+    if space_url:
+        earlier = ws.Workspace.from_url(space_url)
+        space._internal_name, space._internal_id = earlier._internal_name, earlier._internal_id
+    if page_url:
+        page.id = wr.Report.from_url(page_url).id
+    return [space.save().url, page.save().url]
+
+
+INTRODUCTION = """\
+Two networks that should compute the same function are trained in lockstep, next to a *control*: the
+reference with one weight moved by one ulp, which differs by rounding and nothing else.
+
+- The candidate drifts as the control does, and 2^-29 times less in float64: **round-off**.
+- The control falls over as the candidate does: **unstable** training.
+- The candidate leaves its control in float64: a **bug**, in the module and the pass that the verdict names.
+
+Charts are sampled by W&B and leave out NaN and inf; all rows are in `curves.csv`. Column `dataset.stand_in`
+says where a drawn stand-in took the place of the images.
+"""
+
+
+def _verdicts() -> list:
+    wide = {"w": 24, "x": 0}
+    return [
+        wr.WeavePanelSummaryTable(table_name="evidence", layout=wr.Layout(y=0, h=10, **wide)),
+        wr.MediaBrowser(title="Report", media_keys=["report"], layout=wr.Layout(y=10, h=16, **wide)),
+    ]
+
+
+def _charts(drawn: Iterable[Measure]) -> Iterable[wr.LinePlot]:
+    """A distance of exactly 0 has no place on a logarithmic axis: curves.csv holds it."""
+    for place, measure in enumerate(drawn):
+        yield wr.LinePlot(
+            title=measure.label,
+            x="step",
+            y=[f"{measure.name}/{arm}" for arm in (DRIFTING if measure.compared else NARROW)],
+            log_y=measure.logarithmic,
+            title_x="step (updates)",
+            title_y=measure.label,
+            groupby=wr.Config("digest"),
+            groupby_aggfunc="median",
+            groupby_rangefunc="minmax",
+            smoothing_factor=0,
+            max_runs_to_show=100,
+            layout=wr.Layout(x=12 * (place % 2), y=10 * (place // 2), w=12, h=10),
+        )

@@ -1,0 +1,85 @@
+"""What a run is about to do, said before it starts, and how long that should take."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from suite.command.seeds import format_seeds
+from suite.data.images import Images
+
+if TYPE_CHECKING:
+    from suite.running.costs import Sketch
+    from suite.running.experiment_folder import Experiment
+
+
+def training_plan(
+    experiment: Experiment, seeds: list[int], todo: list[int], sketch: Sketch, duration: float
+) -> dict[str, str]:
+    """Name -> text, one line each; ``duration`` in seconds, of all that is to be done."""
+    settings, images = experiment.settings, experiment.images
+    return {
+        "asks": settings.hypothesis or f"is the {settings.subject} the same function as its reference?",
+        "arms": ", ".join(sketch.arms),
+        "seeds": _seeds(settings, seeds, todo),
+        "steps": _steps(experiment),
+        "network": f"{_network(settings)}, {sketch.parameters:,} parameters, {settings.device}",
+        "data": _data(images),
+        "scale": _scale(settings),
+        "takes": _time(duration) if todo else "a moment",
+    }
+
+
+def question_plan(experiment: Experiment, about: str, seeds: list[int], todo: list[int]) -> dict[str, str]:
+    """As ``training_plan``; ``about`` says what is measured."""
+    settings, images = experiment.settings, experiment.images
+    lines = {
+        "asks": settings.hypothesis,
+        "measures": about,
+        "seeds": _seeds(settings, seeds, todo),
+        "device": settings.device,
+        "scale": _scale(settings),
+    }
+    return lines if images is None else lines | {"data": _data(images)}
+
+
+def _data(images: Images) -> str:
+    line = f"{images.name} ({images.source})"
+    return f"STAND-IN {line}: drawn shapes, not photographs" if images.stand_in else line
+
+
+def _scale(settings: DictConfig) -> str:
+    return f"{settings.scale.name} ({settings.scale.get('why', 'as asked')})"
+
+
+def _seeds(settings: DictConfig, seeds: list[int], todo: list[int]) -> str:
+    """Which; how many run side by side and with how many threads, where that is worth a word."""
+    done = f", {len(seeds) - len(todo)} done already" if len(todo) < len(seeds) else ""
+    together, threads = min(settings.workers, len(todo)), settings.threads
+    if together < 2:
+        return f"{format_seeds(seeds)}{done}"
+    each = f", {threads} thread{'s' * (threads > 1)} each" if threads else ""
+    return f"{format_seeds(seeds)}{done}, {together} at a time{each}"
+
+
+def _steps(experiment: Experiment) -> str:
+    settings, choice = experiment.settings, experiment.choice
+    steps = {"float32": settings.steps, "float64": settings.float64_steps}
+    if len({steps[dtype] for dtype in settings.dtypes}) == 1:
+        text = str(steps[settings.dtypes[0]])
+    else:
+        text = ", ".join(f"{steps[dtype]} in {dtype}" for dtype in settings.dtypes)
+    return f"{text} of batch {settings.batch_size}" + (f" (float64: {choice['why']})" if choice else "")
+
+
+def _network(settings: DictConfig) -> str:
+    name = str(settings.model.get("_target_", "")).rpartition(".")[2]
+    return f"{name} of width {settings.model.width}" if "width" in settings.model else name
+
+
+def _time(duration: float) -> str:
+    """At least: nobody knows before whether curves leave their controls and are looked at again."""
+    if duration < 100:
+        return f"at least {duration:.0f} s"
+    return f"at least {duration / 60:.0f} min" if duration < 6000 else f"at least {duration / 3600:.1f} h"

@@ -1,0 +1,55 @@
+"""Every kind of experiment on a pretended GPU ends as it ends on the CPU."""
+
+import json
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from suite.command.command_line import kind
+from suite.command.configuration import register_resolvers
+from tests.suite.conftest import ROOT
+
+QUICK = "scale=smoke data=shapes logger=none workers=1 threads=1 device=cuda probe_images=2 eval_images=4"
+STEPS = ["batch_size=4", "steps=2", "float64_steps=2"]
+SMALL = "model._target_=tests.gpu.networks.one_block"
+OF_KIND = {
+    "training": ["split_conv", SMALL, *STEPS],
+    "batch_size": [
+        *("batch_size", "case={blocks: 1, filters: 4, planes: 2, board: [7, 6], moves: 7}"),
+        *("sweep={up_to: 3, above: [4], few: [2, 3]}", "layers.batch=3", "statistics.batches=1"),
+        *("cost={batches: [1, 2], chunks: [2], repeats: 1}", "suite.rows=2", "suite.steps=1"),
+    ],
+    "edge_of_stability": ["edge_of_stability", SMALL, *STEPS],
+    "gradient_check": ["gradient_check", "faults=false", "case.points=4", "curve={points: 2, decades: 3}"],
+    "group_semantics": ["group_semantics", "sweep.cases=1", "training.updates=2"],
+    "kinks": ["kinks", SMALL, *STEPS, "networks=[{activation: relu, pool: max}]"],
+    "loss_curves_do_not_tell": [
+        *("loss_curves_do_not_tell", "model._target_=tests.gpu.networks.faulty_layers"),
+        *(*STEPS, "diagnosis_steps=1"),
+    ],
+    "one_bit": ["one_bit", SMALL, "batch_size=4", "steps=2", "warmup_steps=1", "window.steps=1"],
+    "split_gradient": ["split_gradient", "window.steps=1"],
+}
+# where so few steps do not reach what the experiment expects, on the CPU neither
+OTHERWISE = {"kinks": "inconclusive"}
+
+
+def settings_of(results, name, *overrides):
+    register_resolvers()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("config", [f"+experiment={name}", *QUICK.split(), *overrides, f"results={results}"])
+
+
+def test_no_kind_is_left_out():
+    assert set(OF_KIND) == {p.parent.name for p in (ROOT / "experiments").glob("*/__init__.py")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_kind", OF_KIND)
+def test_a_kind_of_experiment_ends_on_a_gpu_as_on_the_cpu(tmp_path, cuda, of_kind):
+    settings = settings_of(tmp_path, *OF_KIND[of_kind])
+    kind(settings.kind).run(settings)
+    (verdict,) = tmp_path.rglob("verdict.json")
+    assert json.loads(verdict.read_text())["verdict"] == OTHERWISE.get(of_kind, settings.expected)
+    (run,) = tmp_path.rglob("run.json")
+    assert json.loads(run.read_text())["environment"]["device"] == "Pretended GPU"

@@ -1,0 +1,109 @@
+"""Runs train.py and scripts/judge.py again and again without importing torch anew: a child forked for each.
+
+Reads a line of JSON a time, a list of attempts that live side by side:
+``{"program", "arguments", "environment", "kill_after", "kill_by", "path"}``. A child is sent the signal
+``kill_by`` after so many seconds, null lets it end. Answers with a line: for each its status (negative: the
+signal) and both streams.
+"""
+
+import json
+import os
+import runpy
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def import_all() -> None:
+    """What a run imports, so that a child is at work at once."""
+    import lightning
+    import matplotlib.pyplot
+    import torch
+    import torchvision
+
+    import experiments.split_gradient
+    import experiments.training
+    import train
+
+    del lightning, matplotlib, torch, torchvision, experiments, train
+    assert len(os.listdir("/proc/self/task")) == threading.active_count() == 1, (
+        "a fork copies one thread only"
+    )
+
+
+def fork(attempt: dict, out: int, err: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1  # as Python's own where an error is not caught
+    try:
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.environ.clear()
+        os.environ.update(attempt["environment"])
+        sys.path[:0] = [attempt["path"]] if attempt["path"] else []
+        program = str(ROOT / attempt["program"])
+        sys.argv[:] = [program, *attempt["arguments"]]
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # as Python does
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def wait(pid: int, until: float | None, kill_by: int) -> int:
+    """Its status; at the time ``until`` it is sent the signal."""
+    while until is not None and time.monotonic() < until:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    if until is not None:
+        os.kill(pid, kill_by)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def carry_out(attempts: list[dict]) -> list[dict]:
+    began, started = time.monotonic(), []
+    for attempt in attempts:
+        printed = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115 (read below)
+        pid = fork(attempt, *(file.fileno() for file in printed))
+        after = attempt["kill_after"]
+        started.append((pid, printed, None if after is None else began + after, attempt["kill_by"]))
+    # those that are killed first: while one is waited for, nobody kills another
+    in_order = sorted(started, key=lambda s: s[2] or float("inf"))
+    ends = {pid: wait(pid, until, kill_by) for pid, _, until, kill_by in in_order}
+    answers = []
+    for pid, printed, *_ in started:
+        out, err = (_text(file) for file in printed)
+        answers.append({"status": ends[pid], "out": out, "err": err})
+    return answers
+
+
+def _text(file: BinaryIO) -> str:
+    with file:
+        file.seek(0)
+        return file.read().decode(errors="replace")
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import_all()
+    print(json.dumps("ready"), file=answers, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(carry_out(json.loads(line))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

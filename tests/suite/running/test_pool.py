@@ -1,0 +1,72 @@
+"""Jobs side by side in processes of their own."""
+
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+
+from suite.running.pool import WorkerKilled, side_by_side, tell
+
+
+def test_every_job_returns_under_its_key():
+    jobs = {key: partial(pow, key, 2) for key in (3, 1, 2)}
+    assert dict(side_by_side(jobs, 2)) == {3: 9, 1: 1, 2: 4}
+
+
+def test_jobs_run_at_the_same_time_in_other_processes(tmp_path):
+    def meet(mine, other):
+        (tmp_path / mine).touch()
+        deadline = time.monotonic() + 300
+        while not (tmp_path / other).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return os.getpid()
+
+    jobs = {0: partial(meet, "a", "b"), 1: partial(meet, "b", "a")}
+    processes = set(dict(side_by_side(jobs, 2)).values())
+    assert len(processes) == 2
+    assert os.getpid() not in processes
+
+
+def test_what_a_job_tells_is_heard_in_its_order():
+    heard = []
+    jobs = {0: lambda: [tell("number", n, "of ten") for n in range(10)] and None}
+    dict(side_by_side(jobs, 1, lambda name, said: heard.append((name, *said))))
+    assert heard == [("number", n, "of ten") for n in range(10)]
+
+
+def test_what_a_job_raises_is_raised():
+    def fail():
+        raise LookupError("not there")
+
+    with pytest.raises(LookupError, match="not there"):
+        dict(side_by_side({0: fail, 1: partial(pow, 2, 2)}, 2))
+
+
+def test_a_killed_process_is_said():
+    with pytest.raises(WorkerKilled):
+        dict(side_by_side({0: lambda: os.kill(os.getpid(), signal.SIGKILL)}, 2))
+
+
+def test_each_process_has_a_gpu_of_its_own(tmp_path):
+    def meet(mine):
+        (tmp_path / mine).touch()
+        deadline = time.monotonic() + 300
+        while len(list(tmp_path.iterdir())) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    jobs = {n: partial(meet, str(n)) for n in range(3)}
+    assert sorted(dict(side_by_side(jobs, 3, gpus=["4", "6", "7"])).values()) == ["4", "6", "7"]
+
+
+def test_what_slurm_tells_every_process_does_not_end_a_worker():
+    def told():
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+            os.kill(os.getpid(), number)
+        return "alive"
+
+    assert dict(side_by_side({0: told}, 1)) == {0: "alive"}

@@ -1,0 +1,69 @@
+"""What a seed was probed by: mistakes that are said, other instruments, probing again without training."""
+
+import json
+
+import pytest
+
+from driftlab.probes import function
+from suite.command.errors import ConfigurationError
+
+EXPERIMENT = ("+experiment=split_conv", "device=cpu", "workers=1", "dtypes=[float32]", "steps=6")
+
+
+def mistaken(*_, **__):
+    return no_such_name  # noqa: F821
+
+
+def use_instruments(monkeypatch, name):
+    for module in ("experiment_folder", "probing", "run_record"):
+        monkeypatch.setattr(f"suite.running.{module}.instruments", lambda: name)
+
+
+def one(tmp_path, name):
+    (file,) = tmp_path.rglob(name)
+    return file
+
+
+def test_a_probe_that_fails_is_printed_and_ends_inconclusive(judged, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(function, "_same", mistaken)
+    verdict = judged(*EXPERIMENT)
+    assert verdict["verdict"] == "inconclusive"
+    assert "driftlab's own" in verdict["headline"]
+    assert [e["status"] for e in verdict["evidence"] if e["probe"] == "function"] == ["failed"]
+    assert "the probe function failed in driftlab's own code" in " ".join(capsys.readouterr().out.split())
+    assert "no_such_name" in one(tmp_path, "report.html").read_text()
+
+
+def test_other_instruments_are_said_and_probe_again_without_training(judged, monkeypatch, capsys, tmp_path):
+    use_instruments(monkeypatch, "older")
+    first = judged(*EXPERIMENT)
+    run = one(tmp_path, "run.json")
+    before, curves = json.loads(run.read_text()), one(tmp_path, "curves.csv").read_bytes()
+    assert before["instruments"] == "older"
+
+    use_instruments(monkeypatch, "newer")
+    capsys.readouterr()
+    judged(*EXPERIMENT)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "seed 0 finished under other instruments than today's: reprobe=true" in said
+    assert json.loads(run.read_text()) == before
+
+    monkeypatch.setattr("suite.running.seed_run.fit", mistaken)
+    again = judged(*EXPERIMENT, "reprobe=true")
+    after = json.loads(run.read_text())
+    assert after["instruments"] == "newer"
+    assert one(tmp_path, "curves.csv").read_bytes() == curves
+    assert after["probes"] == before["probes"]
+    assert again["evidence"] == first["evidence"]
+    judged(*EXPERIMENT, "reprobe=true")  # nothing is left to probe
+    assert json.loads(run.read_text()) == after
+
+
+def test_probing_again_asks_for_the_checkpoint_of_the_end(judged, monkeypatch, tmp_path):
+    use_instruments(monkeypatch, "older")
+    judged(*EXPERIMENT, "keep_checkpoint=false")
+    before = one(tmp_path, "run.json").read_bytes()
+    use_instruments(monkeypatch, "newer")
+    with pytest.raises(ConfigurationError, match=r"seed 0 has no checkpoint of its end.*rerun=true"):
+        judged(*EXPERIMENT, "keep_checkpoint=false", "reprobe=true")
+    assert one(tmp_path, "run.json").read_bytes() == before
