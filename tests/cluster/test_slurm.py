@@ -157,7 +157,7 @@ def test_the_controller_is_away_for_a_while(start, cluster, undisturbed, tmp_pat
 
 
 def test_the_time_limit_is_reached(start, cluster, undisturbed, tmp_path):
-    session = start(tmp_path, timeout_min="1", signal_delay_s="10")
+    session = start(tmp_path, timeout_min="2", signal_delay_s="10")  # one may pass before the first step
     job = freeze(cluster, tmp_path, 0)
     process = Path("/proc") / job["PID"]
     wait_for(lambda: pending(process, signal.SIGUSR2), "Slurm's warning before the limit")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
@@ -92,6 +93,8 @@ def _start(settings: DictConfig, home: Path, *, resume: str | None, **about):
     part that is synced last replaces the others.
     """
     os.environ.setdefault("WANDB_SILENT", "true")  # before anybody imports wandb
+    if "wandb" not in sys.modules:  # a service that whoever started us left: it writes into its own folder
+        os.environ.pop("WANDB_SERVICE", None)
     import wandb
 
     mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")

@@ -102,7 +102,9 @@ def test_signals_at_random_moments(forked, tmp_path, name):
         ended = forked.run(*command, kill_after=after, kill_by=signal.Signals[f"SIG{name}"])
         wrote = any((tmp_path / "signalled").rglob("verdict.json"))
         assert ended.status or wrote, f"{said}\n{ended.out}"
-        if ended.status:  # after the verdict too, while the page is still to be written
+        if ended.status == -signal.Signals[f"SIG{name}"]:  # before our first line ran
+            assert not ended.out, said
+        elif ended.status:  # after the verdict too, while the page is still to be written
             assert ended.status == STATUS[name], f"{said}\n{ended.out}"
             assert len(ended.stderr.splitlines()) == 1, f"{said}\n{ended.out}"
             assert ended.stderr.startswith(LINE[ended.status]), f"{said}\n{ended.out}"
