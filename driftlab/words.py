@@ -164,6 +164,8 @@ class Excess:
 
     Attributes:
         moved: whether the weights left theirs at that row in one leap: the update before it is at fault.
+        carried: whether something that training carries on was further apart than in any control by then, so
+            that rounding may have come to that row from there.
     """
 
     seed: int
@@ -172,6 +174,7 @@ class Excess:
     measured: float
     allowed: float
     moved: bool = False
+    carried: bool = True
 
     def since(self, pass_: str) -> int:
         """The step at fault: weights that differ at a row were parted by the update before it."""

@@ -123,15 +123,19 @@ class Window:
 
     def run(self) -> SeedRecord:
         """All steps, and the row after the last update."""
-        for step in self.walk():
-            if step in self._evaluated():
-                self.evaluations[step] = self._evaluate(step)
+        for _ in self.walk():
+            pass
         return self.record()
 
     def walk(self) -> Iterator[int]:
-        """Before each step its number, with the arms as they stand; the last comes after the last update."""
+        """Before each step its number, with the arms as they stand; the last comes after the last update.
+
+        Every walk evaluates where the others do: a network may keep something of an evaluation.
+        """
         for step in range(self.steps + 1):
             yield step
+            if step in self._evaluated():
+                self.evaluations[step] = self._evaluate(step)
             self.lockstep.forward_backward(step, *self.batch(step))
             if step < self.steps:
                 self.lockstep.update(step)

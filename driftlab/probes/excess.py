@@ -15,6 +15,10 @@ def ask_excess(snapshots: Snapshots, excess: Excess) -> list[Finding]:
     if found := locate(snapshots, step):
         return found
     allowed = excess.allowed
+    if not excess.carried:
+        says = f"they do not, at step {excess.step}; but the weights are no further apart than in the controls, so "
+        says += "that rounding cannot have come from there: something else is kept from step to step"
+        return [PROBE.finding(None, None, says)]
     if excess.moved:
         leave = "weights leave what the controls show"
         says = f"{{place}}: {leave}, and on equal weights both agree: the update parts them"

@@ -209,4 +209,15 @@ def evaluation_excess(records: Sequence[SeedRecord]) -> Excess | None:
     if place is None or evidence.measured is None:
         return None
     kind = "buffer_distance" if place.pass_ == "buffer" else "eval_logit_distance"
-    return Excess(records[0].seed, place.step, kind, evidence.measured, HALFWAY)
+    carried = any(_parted_by(record, place.step) for record in records)
+    return Excess(records[0].seed, place.step, kind, evidence.measured, HALFWAY, carried=carried)
+
+
+def _parted_by(record: SeedRecord, step: int) -> bool:
+    """Whether the weights of the float64 pair were further apart by ``step`` than those of any control."""
+    control, envelope = _envelope(record, "weight_distance", "float64"), UNIT_ROUND_OFF["float64"]
+    for at, apart in sorted(record.series("weight_distance", "candidate.float64").items()):
+        envelope = max(envelope, control.get(at, 0.0))
+        if at <= step and not apart <= envelope:
+            return True
+    return False

@@ -24,7 +24,7 @@ from suite.data.batches import Batches
 from suite.reading.stored import read_checked, wrong_probe
 from suite.running.building import Built, build
 from suite.running.experiment_folder import Experiment
-from suite.running.recorder import Recorder
+from suite.running.recorder import Recorder, is_evaluated
 
 # A replay keeps both networks at each of its steps: no more of them than that.
 LONGEST_REPLAY = 150
@@ -155,17 +155,19 @@ class AtTheEnd:
 
 
 class Replay:
-    """Reference and candidate in float32, trained as this seed trains them, without anything else."""
+    """Reference and candidate in float32, trained and evaluated as this seed does, without anything else."""
 
     def __init__(self, experiment: Experiment, seed: int, last: int):
         settings = copy.deepcopy(experiment.settings)
         settings.roles, settings.dtypes = ["reference", "candidate"], ["float32"]
-        self._built, self.steps = build(settings, experiment.images, seed), last
+        self._built, self.steps, self._settings = build(settings, experiment.images, seed), last, settings
 
     def walk(self) -> Iterator[int]:
-        lockstep, batches = self._built.lockstep, self._built.batches
+        lockstep, batches, every = self._built.lockstep, self._built.batches, self._settings.eval_every
         for step in range(self.steps + 1):
             yield step
+            if is_evaluated(step, every):  # a network may keep something of an evaluation
+                lockstep.evaluate(step, list(batches.test_batches(self._settings.eval_images, batches.batch_size)))
             lockstep.forward_backward(step, *batches.batch(step))
             lockstep.update(step)
 
