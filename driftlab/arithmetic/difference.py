@@ -21,7 +21,8 @@ from torch import Tensor
 
 from driftlab.rounding import HALFWAY, UNIT_ROUND_OFF
 
-PASSES = ("forward", "input gradient", "weight gradient", "buffer", "eval")
+# ``side effect``: what a whole network has made of the inputs that it was handed.
+PASSES = ("forward", "input gradient", "weight gradient", "buffer", "eval", "side effect")
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from driftlab.arithmetic.comparison import Comparison, compare
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.passes import CannotRunError, Recorded, on_batch, run
-from driftlab.arithmetic.recording import record
+from driftlab.arithmetic.recording import chosen, in_sequence, record
 from driftlab.arithmetic.sizes import batch_of, without_ties
 from driftlab.blame import not_ours
 from driftlab.fold import Fold
@@ -33,6 +33,8 @@ SAME_BORDERS = 1e-2
 SAME_INPUTS = 1e-2
 # Where the whole network agrees on its whole batch, its modules are looked at on this many samples.
 FEW_SAMPLES = 8
+# All calls of a module are made anew where there are no more than these: the cost is theirs once more.
+LONGEST_SEQUENCE = 32
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Local:
     """The pairs of modules of two networks, and what each was given in the reference's run.
 
     Attributes:
-        calls: reference name -> calls, in the order of execution.
+        made: reference name -> all its calls, in the order of execution.
         theirs: candidate name -> calls in the candidate's own run; None where it cannot be watched.
         counterparts: reference name -> candidate name.
         read: the fold of what can be compared; all of it where None.
@@ -50,16 +52,18 @@ class Local:
     candidate: nn.Module
     fold: Fold
     counterparts: Mapping[str, str]
-    calls: Mapping[str, list[Recorded]]
+    made: Mapping[str, list[Recorded]]
     theirs: Mapping[str, list[Recorded]] | None
     seed: int = 0
     read: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
 
     def __post_init__(self) -> None:
         self.read = self.read or self.fold
+        self.calls = {name: chosen(calls) for name, calls in self.made.items()}
         self._mine = dict(self.reference.named_modules())
         self._others = dict(self.candidate.named_modules())
         self._compared: dict[tuple[str, bool], list[Comparison]] = {}
+        self._sequences: dict[str, Comparison | None] = {}
 
     def rewritten(self) -> list[str]:
         """The smallest pairs of modules that may compute differently, in the order of execution."""
@@ -104,11 +108,23 @@ class Local:
     def wrong(self, name: str, few: bool = False) -> Difference | None:
         """The first pass in which this module differs by more than rounding, and not only at ties."""
         found = [d for c in self.comparisons(name, few) for d in c.wrong()]
+        if not few and all(d.pass_ == "eval" for d in found):  # eval follows training, so it sees what is kept
+            return self._wrong_in_sequence(name) or next(iter(found), None)
         if not found:
             return None
         if found[0].pass_ == "input gradient" and not self._wrong_without_ties(name):
             return None
         return found[0]
+
+    def _wrong_in_sequence(self, name: str) -> Difference | None:
+        """Of a module that is right in each of its calls and called several times: with what it keeps between."""
+        calls = self.made[name]
+        if not 1 < len(calls) <= LONGEST_SEQUENCE:
+            return None
+        if name not in self._sequences:
+            self._sequences[name] = self._compare(name, in_sequence(calls))
+        found = self._sequences[name].wrong() if self._sequences[name] else []
+        return found[0] if found and found[0].pass_ != "input gradient" else None
 
     def _compare(self, name: str, call: Recorded) -> Comparison | None:
         mine, theirs = self.pair(name)

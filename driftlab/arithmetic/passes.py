@@ -47,7 +47,8 @@ class Passes:
     """What came out, in float64: pass -> name -> tensor.
 
     ``forward`` and ``eval`` are named by the place of the output (``named_leaves``), ``input gradient`` by
-    that of the input, ``weight gradient`` and ``buffer`` by the module's own tensors.
+    that of the input, ``weight gradient`` and ``buffer`` by the module's own tensors, ``side effect`` (of whole
+    networks) by the mode and the place of the input.
     """
 
     tensors: dict[str, dict[str, Tensor]]
@@ -89,7 +90,8 @@ def run(
         with _context(arithmetic, nudge, native_constants):
             found = _training_pass(twin, recorded, arithmetic, seed)
             if evaluate:
-                found["eval"] = _eval_pass(twin, recorded, arithmetic, seed)
+                found["eval"], left = _eval_pass(twin, recorded, arithmetic, seed)
+                found["side effect"] |= left
     except Exception as error:  # whatever a stranger's forward raises
         not_ours(error)
         said = str(error) if isinstance(error, DiagnoseError) else described(error, 200)
@@ -113,8 +115,9 @@ def _training_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: i
     args, kwargs = _fresh(recorded, arithmetic, leaves)
     seed_random_layers(seed)
     # copies, since a module may write into its arguments and leaves must not be written into
-    outputs = recorded.call(twin, _copied(args), _copied(kwargs))
-    found = {"forward": _named(outputs)}
+    given = _copied(args), _copied(kwargs)
+    outputs = recorded.call(twin, *given)
+    found = {"forward": _named(outputs), "side effect": _left(given, recorded, "training")}
     if recorded.loss is not None:
         loss = recorded.loss(outputs, arithmetic)
         found["forward"]["loss"] = loss.detach()
@@ -127,11 +130,19 @@ def _training_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: i
     return found
 
 
-def _eval_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int) -> dict[str, Tensor]:
-    args, kwargs = _fresh(recorded, arithmetic, [])
+def _eval_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int) -> tuple[dict, dict]:
+    given = _fresh(recorded, arithmetic, [])
     seed_random_layers(seed)
     with evaluation_mode(twin):
-        return _named(recorded.call(twin, args, kwargs))
+        return _named(recorded.call(twin, *given)), _left(given, recorded, "eval")
+
+
+def _left(given: tuple[tuple, dict], recorded: Recorded, mode: str) -> dict[str, Tensor]:
+    """The inputs of a whole network after its call: inside one, who writes into what is its own affair."""
+    if recorded.loss is None:
+        return {}
+    tensors = (t for t in pytree.tree_leaves(given) if isinstance(t, Tensor) and not t.is_complex())
+    return {f"{mode} {i}": t.detach().clone() for i, t in enumerate(tensors)}
 
 
 def _fresh(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[tuple, dict]:

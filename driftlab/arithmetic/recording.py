@@ -11,28 +11,39 @@ from torch.utils import _pytree as pytree
 from driftlab.arithmetic.passes import Recorded, own_inputs
 from driftlab.network.calling import copied, named_leaves, seed_random_layers
 
-# A module that is called again and again (a recurrent cell) is kept at its first calls and its last.
+# A module that is called again and again (a recurrent cell) is looked at at its first calls and its last.
 FIRST_CALLS = 2
 
 
 def record(network: nn.Module, whole: Recorded, seed: int = 0) -> dict[str, list[Recorded]]:
-    """The calls of every module of a copy of ``network``, by name, in the order in which they began.
-
-    Calls that no gradient came back to are kept where a module has no others (a frozen part).
-    """
+    """All calls of every module of a copy of ``network``, by name, in the order in which they began."""
     network, calls, order = copied(network), {}, []
     for name, module in network.named_modules():
         if name and not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
             _watch(module, name, calls, order)
     seed_random_layers(seed)
     whole.loss(whole.call(network, *own_inputs(whole)), "float32").backward()
-    kept = {name: _chosen(calls.get(name, [])) for name in order}
-    return {name: found for name, found in kept.items() if found}
+    return {name: calls[name] for name in order if calls[name]}
 
 
-def _chosen(calls: list[Recorded]) -> list[Recorded]:
+def chosen(calls: list[Recorded]) -> list[Recorded]:
+    """A few calls; those that no gradient came back to where there are no others (a frozen part)."""
     useful = [c for c in calls if any(g is not None for g in c.gradients.values())] or calls
     return useful if len(useful) <= FIRST_CALLS + 1 else [*useful[:FIRST_CALLS], useful[-1]]
+
+
+def in_sequence(calls: list[Recorded]) -> Recorded:
+    """All ``calls`` as one, made in their order on the same module: what it keeps between them counts."""
+
+    def call(module: nn.Module, args: tuple, _: dict) -> list[object]:
+        return [module(*own, **kwargs) for own, kwargs in args]
+
+    gradients = {
+        f"{number}.{name}" if name else str(number): gradient
+        for number, one in enumerate(calls)
+        for name, gradient in one.gradients.items()
+    }
+    return Recorded(tuple((c.args, c.kwargs) for c in calls), gradients=gradients, call=call)
 
 
 def _watch(module: nn.Module, name: str, calls: dict[str, list[Recorded]], order: list[str]) -> None:

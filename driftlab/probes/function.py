@@ -82,6 +82,9 @@ def _same(found: Examination, network: Comparison, why: str = "") -> Finding:
 
 
 def _wrong(difference: Difference, network: Comparison) -> str:
+    if difference.pass_ == "side effect":
+        mode = difference.name.split()[0]
+        return f"{{place}}: in {mode} mode its inputs are {difference.relative:.2g} (relative) off after the call"
     if difference.reshaped:
         return "{place}: the candidate's has another shape"
     if difference.overflows:
