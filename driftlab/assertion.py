@@ -15,7 +15,7 @@ from driftlab.arguments import check_tensors, the_seed
 from driftlab.arithmetic.passes import CannotRunError
 from driftlab.diagnosis import sgd
 from driftlab.network.calling import calling, cast, named_leaves
-from driftlab.network.pair import Pair, Rewrite, the_pair
+from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
 from driftlab.probes import every_probe
 from driftlab.probes.examination import Examination, examine
 from driftlab.probes.probe import Probe
@@ -55,7 +55,8 @@ def assert_equivalent(
         mine, theirs, found = the_pair(reference, candidate, fold)
         check_tensors("inputs", inputs)
         given, loss = _wanting_gradients(cast(inputs, torch.float32)), random_sum(the_seed(seed))
-        pair = Pair(mine, theirs, found, loss, _optimizer, _optimizer, calling(mine, given), seed)
+        judged = judged_in(reference)
+        pair = Pair(mine, theirs, found, loss, _optimizer, _optimizer, calling(mine, given), seed, judged)
         examination = Examination(pair, (given, None), trains=False)
         # there is no training beside them that would run compiled code: all of them do
         asked = [replace(probe, as_compiled=True) for probe in every_probe() if probe.asserted]

@@ -21,7 +21,7 @@ from driftlab.lockstep.arm import ONE_WEIGHT
 from driftlab.lockstep.window import Batches, Snapshots, Window
 from driftlab.network.calling import calling, copied, named_leaves, own_batch
 from driftlab.network.loss import Loss, loss_in
-from driftlab.network.pair import Pair, Rewrite, the_pair
+from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
 from driftlab.probes.repeat import ask_repeat
 from driftlab.process import measuring
 from driftlab.record.seed_record import SeedRecord
@@ -113,7 +113,8 @@ def diagnose(
             of_module if candidate_optimizer is None else stepping("candidate_optimizer", candidate_optimizer)
         )
         of_module(mine), by(other)
-        pair = Pair(mine, other, found, _own(loss), of_module, by, calling(mine, kept[0][0]), the_seed(seed))
+        called, judged = calling(mine, kept[0][0]), judged_in(reference)
+        pair = Pair(mine, other, found, _own(loss), of_module, by, called, the_seed(seed), judged)
         try:
             with threads_for(kept[0], mine, other, threads=threads) as count:
                 record = diagnosed(pair, kept, steps)

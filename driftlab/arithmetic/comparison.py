@@ -21,11 +21,13 @@ class Comparison:
         differences: in the order of ``PASSES``.
         failed: arithmetic -> what one of the two raised in it, for those that they cannot both run in.
         ran: the arithmetics that both ran in.
+        judged: the dtype in which the two were handed over.
     """
 
     differences: list[Difference]
     failed: dict[str, str] = field(default_factory=dict)
     ran: tuple[str, ...] = ()
+    judged: str = "float32"
 
     @property
     def same_bits(self) -> bool:
@@ -50,7 +52,8 @@ class Comparison:
         if "shadow" in self.ran:
             if d.excess("shadow") > 1:
                 return not d.stored_in_float32
-            return "shadow64" in self.ran and d.excess("shadow64") > 1 and d.excess("float64") > 1
+            alone = "shadow64" in self.ran and d.excess("shadow64") > 1 and d.excess("float64") > 1
+            return alone and not (self.judged == "float32" and d.by_dtype)
         return d.excess("float64") > 1
 
     def narrow(self) -> list[Difference]:
@@ -60,6 +63,12 @@ class Comparison:
     @property
     def float64_not_honoured(self) -> bool:
         return any(d.excess("float64") > 1 and not self._is_wrong(d) for d in self.differences)
+
+    def in_float64_alone(self) -> list[Difference]:
+        """Differences of the function in float64 that are none in float32, in which the two are judged."""
+        return self._sorted(
+            d for d in self.differences if d.by_dtype and d.excess("shadow64") > 1 and not self._is_wrong(d)
+        )
 
     def _sorted(self, differences: Iterable[Difference]) -> list[Difference]:
         def rank(d: Difference) -> tuple:
@@ -80,6 +89,7 @@ def compare(
     seed: int = 0,
     evaluate: bool = True,
     alone: bool = False,
+    judged: str = "float32",
 ) -> Comparison:
     """Both modules on the same inputs, in every arithmetic that they can run in.
 
@@ -87,6 +97,7 @@ def compare(
         alone: whether a candidate that runs in float32 alone is held against the reference's exact result.
         fold: from the candidate's tensor names to the reference's, as of the whole networks.
         prefixes: of the names of the two modules' tensors within their networks.
+        judged: the dtype in which they were handed over.
 
     Raises:
         CannotRunError: the reference does not run in float32, or the candidate does not.
@@ -100,12 +111,12 @@ def compare(
     used = _used(recorded)
     if alone and len(both) == 1:
         truth = _exact(reference, recorded, seed, evaluate)
-        return Comparison(_differences(both, fold, prefixes, used, truth), failed, tuple(both))
+        return Comparison(_differences(both, fold, prefixes, used, truth), failed, tuple(both), judged)
     found = _differences(both, fold, prefixes, used)
     if "shadow" in both and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found):
         _try(both, failed, "shadow64", reference, candidate, recorded, seed, evaluate)
         found = _differences(both, fold, prefixes, used)
-    return Comparison(found, failed, tuple(both))
+    return Comparison(found, failed, tuple(both), judged)
 
 
 def _try(both: dict, failed: dict, arithmetic: str, reference, candidate, recorded, seed, evaluate) -> None:
@@ -181,5 +192,9 @@ def _difference(pass_: str, name: str, truth: Tensor, pairs: dict, known: bool) 
     if "float32" in pairs and known:
         mine, theirs = pairs["float32"]
         errors = {"reference": distance(mine[name], truth), "candidate": distance(theirs[name], truth)}
+    own = {a: mine[name] for a, (mine, _) in pairs.items() if a.startswith("shadow")}
+    change = distance(own["shadow64"], own["shadow"]) if len(own) > 1 else None
     finite = bool(truth.isfinite().any())
-    return Difference(pass_, name, finite_norm(truth), apart, errors, same, finite=finite)
+    return Difference(
+        pass_, name, finite_norm(truth), apart, errors, same, finite=finite, own_change=change
+    )

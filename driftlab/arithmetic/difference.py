@@ -25,6 +25,10 @@ from driftlab.rounding import HALFWAY, UNIT_ROUND_OFF
 PASSES = ("forward", "input gradient", "weight gradient", "buffer", "eval", "side effect")
 
 
+# Relative: sixteen units in the last place of float32, which rounding hides in any layer.
+HARDLY_SEEN = 2.0**-20
+
+
 @dataclass(frozen=True)
 class Difference:
     """One quantity of one module: how far the candidate's is from the reference's, as 2-norms.
@@ -38,6 +42,8 @@ class Difference:
         scale: of the largest quantity of its kind beside it. A gradient that is nothing but rounding (of a
         bias before a norm) is small beside it, and its own size is no yardstick.
         finite: whether the reference's own has a finite number.
+        own_change: how far the reference's float64 code is from its float32 code, rounding taken away from
+            both; None where that was not asked.
     """
 
     pass_: str
@@ -48,6 +54,7 @@ class Difference:
     same: bool
     scale: float = 0.0
     finite: bool = True
+    own_change: float | None = None
 
     def excess(self, arithmetic: str) -> float:
         """The difference as a multiple of what rounding may make of it; above 1 it is no rounding."""
@@ -71,9 +78,25 @@ class Difference:
         return self.relative > 2.0**-22 and shown < exact / 8
 
     @property
+    def by_dtype(self) -> bool:
+        """A difference in float64 alone that is none in float32: it lies in what the code makes of its dtype.
+
+        So it is where the reference itself is another function in float64 (it reads ``finfo(x.dtype).eps``),
+        or where float32 could hardly show it. A candidate that goes another way in float64 alone is not meant.
+        """
+        if self.own_change is None:
+            return False
+        apart = self.apart["shadow64"]
+        return self.own_change > apart / 2 or apart < HARDLY_SEEN * max(self.size, self.scale)
+
+    @property
     def relative(self) -> float:
         """The difference in the function, relative to the reference's quantity."""
-        apart = self.apart.get("shadow", self.apart.get("float64", 0.0))
+        return self.relative_in("shadow" if "shadow" in self.apart else "float64")
+
+    def relative_in(self, arithmetic: str) -> float:
+        """As it is in one arithmetic."""
+        apart = self.apart.get(arithmetic, 0.0)
         return apart / self.size if self.size else (math.inf if apart else 0.0)
 
     @property

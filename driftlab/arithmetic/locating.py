@@ -46,6 +46,7 @@ class Local:
         theirs: candidate name -> calls in the candidate's own run; None where it cannot be watched.
         counterparts: reference name -> candidate name.
         read: the fold of what can be compared; all of it where None.
+        judged: the dtype in which the networks were handed over.
     """
 
     reference: nn.Module
@@ -56,6 +57,7 @@ class Local:
     theirs: Mapping[str, list[Recorded]] | None
     seed: int = 0
     read: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+    judged: str = "float32"
 
     def __post_init__(self) -> None:
         self.read = self.read or self.fold
@@ -130,7 +132,8 @@ class Local:
         mine, theirs = self.pair(name)
         try:
             prefixes = name, self.counterparts[name]
-            return compare(mine, theirs, call, self.read, prefixes=prefixes, seed=self.seed)
+            options = {"prefixes": prefixes, "seed": self.seed, "judged": self.judged}
+            return compare(mine, theirs, call, self.read, **options)
         except CannotRunError:
             return None
 
@@ -148,8 +151,8 @@ def local_calls(pair: Pair, batch: tuple[object, object]) -> Local:
     except Exception as error:  # code that takes no hooks (vmap)
         not_ours(error)
         theirs = None
-    read = pair.comparable
-    return Local(pair.reference, pair.candidate, pair.fold, pair.counterparts, calls, theirs, pair.seed, read)
+    both = pair.reference, pair.candidate, pair.fold, pair.counterparts
+    return Local(*both, calls, theirs, pair.seed, pair.comparable, pair.judged)
 
 
 def first_wrong(local: Local) -> tuple[str, Difference] | None:

@@ -31,6 +31,7 @@ class Pair:
     Attributes:
         optimizer, candidate_optimizer: make the optimizer of a module.
         call: how a network takes its inputs.
+        judged: "float64" of networks that were handed over in it, else "float32".
         counterparts: names of the reference's modules -> those of the candidate's that stand for them.
         written_otherwise: the reference's parameters that the candidate does not hold with the same values
             (scaled, reparametrised, or another start).
@@ -45,6 +46,7 @@ class Pair:
     candidate_optimizer: Callable[[nn.Module], Optimizer]
     call: Call = whole
     seed: int = 0
+    judged: str = "float32"
     counterparts: Mapping[str, str] = field(init=False)
     written_otherwise: list[str] = field(init=False)
     changed: list[Change] = field(init=False)
@@ -132,8 +134,7 @@ def _the_pair(
     reference: nn.Module, candidate: nn.Module | Rewrite, fold: Callable | None
 ) -> tuple[nn.Module, nn.Module, Fold]:
     candidate, rewrite = _candidate(reference, candidate)
-    kept = next((p.dtype for p in reference.parameters() if p.is_floating_point()), torch.float32)
-    if kept != torch.float32:  # both dtypes are looked at anyway, from the same weights
+    if _dtype(reference) != torch.float32:  # both dtypes are looked at anyway, from the same weights
         reference, candidate = reference.float(), candidate.float()
     if fold is not None:
         candidate.fold = fold
@@ -141,6 +142,15 @@ def _the_pair(
         return reference, candidate, find_fold(reference, candidate, rewrite)
     except FoldError as error:
         raise DiagnoseError(str(error)) from None
+
+
+def _dtype(network: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
+
+
+def judged_in(reference: nn.Module) -> str:
+    """The dtype in which a pair is judged, of a reference as it was handed over."""
+    return "float64" if _dtype(reference) == torch.float64 else "float32"
 
 
 def _check_weights(role: str, network: nn.Module) -> None:

@@ -74,6 +74,9 @@ def _same(found: Examination, network: Comparison, why: str = "") -> Finding:
         says = f"they do, but for {why}"
     if "float64" in network.failed:
         says += f"; the candidate cannot run in float64 itself ({network.failed['float64']})"
+    elif apart := network.in_float64_alone():
+        says += f"; in float64 alone they do not, {apart[0].relative_in('shadow64'):.2g} (relative) apart in the "
+        says += f"{apart[0].pass_}: their code asks for its dtype, and they are judged in {network.judged}"
     elif network.float64_not_honoured:
         says += (
             "; given float64, it computes in fewer bits all the same, which is no difference in the function"
@@ -92,6 +95,9 @@ def _wrong(difference: Difference, network: Comparison) -> str:
     named = f" ({difference.name})" if difference.pass_ == "weight gradient" else ""
     how = "with the rounding taken away" if "shadow" in network.ran else "in float64"
     off = f"{difference.relative:.2g} (relative) off"
+    if "shadow64" in network.ran and difference.excess("shadow") <= 1:
+        how = "with the rounding taken away in float64, and not in float32"
+        off = f"{difference.relative_in('shadow64'):.2g} (relative) off"
     return (
         f"{{place}}{named}: fed the reference's exact inputs it is {off} {how}, where rounding would be gone"
     )
