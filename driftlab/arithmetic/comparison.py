@@ -195,6 +195,4 @@ def _difference(pass_: str, name: str, truth: Tensor, pairs: dict, known: bool) 
     own = {a: mine[name] for a, (mine, _) in pairs.items() if a.startswith("shadow")}
     change = distance(own["shadow64"], own["shadow"]) if len(own) > 1 else None
     finite = bool(truth.isfinite().any())
-    return Difference(
-        pass_, name, finite_norm(truth), apart, errors, same, finite=finite, own_change=change
-    )
+    return Difference(pass_, name, finite_norm(truth), apart, errors, same, finite=finite, own_change=change)

@@ -82,7 +82,7 @@ class Difference:
         """A difference in float64 alone that is none in float32: it lies in what the code makes of its dtype.
 
         So it is where the reference itself is another function in float64 (it reads ``finfo(x.dtype).eps``),
-        or where float32 could hardly show it. A candidate that goes another way in float64 alone is not meant.
+        or where float32 could hardly show it; not where the candidate alone goes another way.
         """
         if self.own_change is None:
             return False

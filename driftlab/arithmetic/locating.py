@@ -110,7 +110,9 @@ class Local:
     def wrong(self, name: str, few: bool = False) -> Difference | None:
         """The first pass in which this module differs by more than rounding, and not only at ties."""
         found = [d for c in self.comparisons(name, few) for d in c.wrong()]
-        if not few and all(d.pass_ == "eval" for d in found):  # eval follows training, so it sees what is kept
+        if not few and all(
+            d.pass_ == "eval" for d in found
+        ):  # eval follows training, so it sees what is kept
             return self._wrong_in_sequence(name) or next(iter(found), None)
         if not found:
             return None

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from driftlab.arithmetic.draws import Float32Draws
 from driftlab.arithmetic.shadow import eager, held, shadow, shadow_arithmetic, shadowed
 from driftlab.blame import AboutThePair, described, not_ours, theirs
+from driftlab.fold.layout import gradient_of
 from driftlab.network.calling import cast, copied, evaluation_mode, named_leaves, seed_random_layers
 from driftlab.network.loss import loss_in, one_number
 from driftlab.network.pair import Pair
@@ -124,8 +125,8 @@ def _training_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: i
         loss.backward()
     else:
         _backward(outputs, recorded, arithmetic)
-    found["input gradient"] = {str(i): _gradient(leaf) for i, leaf in enumerate(leaves)}
-    found["weight gradient"] = {n: _gradient(p) for n, p in twin.named_parameters()}
+    found["input gradient"] = {str(i): gradient_of(leaf) for i, leaf in enumerate(leaves)}
+    found["weight gradient"] = {n: gradient_of(p) for n, p in twin.named_parameters()}
     found["buffer"] = {n: b.clone() for n, b in twin.named_buffers() if b.is_floating_point()}
     return found
 
@@ -198,10 +199,6 @@ def _like(gradient: Tensor, output: Tensor, arithmetic: str) -> Tensor:
 
 def _named(outputs: object) -> dict[str, Tensor]:
     return {name: t.detach().clone() for name, t in named_leaves(outputs).items()}
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def _plain(tensor: Tensor) -> Tensor:

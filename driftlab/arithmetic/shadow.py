@@ -108,6 +108,8 @@ def shadowed(module: nn.Module) -> nn.Module:
                     table[name] = made.setdefault(id(tensor), _leaf(tensor))
                     carry_hooks(tensor, table[name])
         _flatten_again(part)
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            part.sparse = False  # which is how a gradient is stored; no shadow is sparse
     return twin
 
 

@@ -13,6 +13,7 @@ from driftlab.arithmetic.kinks import KinkSides, kink_sides
 from driftlab.arithmetic.shadow import eager
 from driftlab.finite.narrow import narrow_dtype, nodes
 from driftlab.finite.widening import input_leaves, widened_copy
+from driftlab.fold.layout import gradient_of
 from driftlab.network.calling import calling, seed_random_layers
 from driftlab.network.loss import one_number
 from driftlab.words import DiagnoseError
@@ -66,8 +67,7 @@ class Point:
         self._backward(self._forward())
         found = {}
         for name, leaf in self.leaves.items():
-            grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-            found[name] = grad.to_dense() if grad.is_sparse else grad.detach().clone()
+            found[name] = gradient_of(leaf).detach().clone()
             leaf.grad = None
         return found
 

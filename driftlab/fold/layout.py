@@ -26,6 +26,13 @@ def relative_distance(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(difference == 0, difference, difference / torch.linalg.vector_norm(b))
 
 
+def gradient_of(leaf: Tensor) -> Tensor:
+    """Its gradient, dense (an embedding may send a sparse one); zeros where it has none."""
+    if leaf.grad is None:
+        return torch.zeros_like(leaf)
+    return leaf.grad if leaf.grad.layout is torch.strided else leaf.grad.to_dense()
+
+
 def flat(tensors: Iterable[Tensor]) -> Tensor:
     """All entries in one float64 vector: one copy, whatever the dtypes."""
     return joined([t.detach().reshape(-1) for t in tensors])

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from driftlab.fold.layout import flat, joined, moves_only, relative_distance
+from driftlab.fold.layout import flat, gradient_of, joined, moves_only, relative_distance
 from driftlab.lockstep.arm import Arm
 
 
 def _gradients(arm: Arm) -> dict[str, Tensor]:
     """The gradients, zero where there is none, of the parameters that are trained."""
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in arm.trained.items()}
+    return {n: gradient_of(p) for n, p in arm.trained.items()}
 
 
 KINDS: Mapping[str, Callable[[Arm], dict[str, Tensor]]] = {

@@ -75,7 +75,9 @@ def _same(found: Examination, network: Comparison, why: str = "") -> Finding:
     if "float64" in network.failed:
         says += f"; the candidate cannot run in float64 itself ({network.failed['float64']})"
     elif apart := network.in_float64_alone():
-        says += f"; in float64 alone they do not, {apart[0].relative_in('shadow64'):.2g} (relative) apart in the "
+        says += (
+            f"; in float64 alone they do not, {apart[0].relative_in('shadow64'):.2g} (relative) apart in the "
+        )
         says += f"{apart[0].pass_}: their code asks for its dtype, and they are judged in {network.judged}"
     elif network.float64_not_honoured:
         says += (

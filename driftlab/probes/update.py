@@ -100,21 +100,29 @@ def _leave_zero(mine: nn.Module, theirs: nn.Module, fold: Fold, generator: torch
 
 
 def _same_gradients(mine: nn.Module, theirs: nn.Module, fold: Fold, generator: torch.Generator) -> None:
-    gradients = {}
+    gradients, sparse = {}, _sparse(mine) | _sparse(theirs)
     for name, parameter in theirs.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         gradients[name] = 0.1 * noise.to(parameter.device)
-        parameter.grad = _as(parameter, gradients[name]) if parameter.requires_grad else None
+        parameter.grad = _as(parameter, gradients[name], sparse) if parameter.requires_grad else None
     folded = fold(gradients)
     for name, parameter in mine.named_parameters():
         has = parameter.requires_grad and name in folded
-        parameter.grad = _as(parameter, folded[name]) if has else None
+        parameter.grad = _as(parameter, folded[name], sparse) if has else None
 
 
-def _as(parameter: Tensor, gradient: Tensor) -> Tensor:
+def _sparse(module: nn.Module) -> set[int]:
+    """Parameters whose gradients come sparse: some optimizers take no others, and most others none."""
+    tables = (m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse)
+    return {id(m.weight) for m in tables}
+
+
+def _as(parameter: Tensor, gradient: Tensor, sparse: set[int]) -> Tensor:
     """A gradient of the parameter's own kind."""
     values = gradient.detach().clone(memory_format=torch.contiguous_format)
-    return Shadow(values, parameter.dtype) if isinstance(parameter, Shadow) else values
+    if isinstance(parameter, Shadow):
+        return Shadow(values, parameter.dtype)
+    return values.to(parameter.dtype).to_sparse(1) if id(parameter) in sparse else values
 
 
 def _furthest(mine: nn.Module, theirs: nn.Module, fold: Fold) -> tuple[str, float] | None:

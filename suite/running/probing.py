@@ -167,7 +167,9 @@ class Replay:
         for step in range(self.steps + 1):
             yield step
             if is_evaluated(step, every):  # a network may keep something of an evaluation
-                lockstep.evaluate(step, list(batches.test_batches(self._settings.eval_images, batches.batch_size)))
+                lockstep.evaluate(
+                    step, list(batches.test_batches(self._settings.eval_images, batches.batch_size))
+                )
             lockstep.forward_backward(step, *batches.batch(step))
             lockstep.update(step)
 
