@@ -22,6 +22,9 @@ from driftlab.lockstep.window import Batches, Snapshots, Window
 from driftlab.network.calling import calling, copied, named_leaves, own_batch
 from driftlab.network.loss import Loss, loss_in
 from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
+from driftlab.probes import every_probe
+from driftlab.probes.examination import Examination, examine
+from driftlab.probes.function import PROBE as FUNCTION
 from driftlab.probes.repeat import ask_repeat
 from driftlab.process import measuring
 from driftlab.record.seed_record import SeedRecord
@@ -73,6 +76,7 @@ def diagnose(
     fold: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
     seed: int = 0,
     *,
+    trains: bool = True,
     threads: int | None = None,
 ) -> Diagnosis:
     """Say whether ``candidate`` computes and trains as ``reference`` does, and if not, where it departs.
@@ -97,6 +101,8 @@ def diagnose(
         fold: ``fold(tensors by the candidate's names) -> tensors by the reference's names``; found by value
             where None.
         seed: of the random layers and of the controls' nudges.
+        trains: False judges evaluation alone, on every batch: for norms folded into weights and merged
+            adapters, which are another training. No gradient, update or curve is looked at then.
         threads: of torch on the CPU, during this call. None takes one for small networks, which is faster,
             see ``driftlab.threads``; a fault that only several threads bring about needs them.
 
@@ -117,7 +123,7 @@ def diagnose(
         pair = Pair(mine, other, found, _own(loss), of_module, by, called, the_seed(seed), judged)
         try:
             with threads_for(kept[0], mine, other, threads=threads) as count:
-                record = diagnosed(pair, kept, steps)
+                record = diagnosed(pair, kept, steps) if trains else evaluated(pair.evaluating(), kept)
         except CannotRunError as error:
             raise DiagnoseError(f"a network does not run on the first batch: {error}") from error
         judged = judge([record])
@@ -160,6 +166,24 @@ def diagnosed(pair: Pair, batches: Batches, steps: int) -> SeedRecord:
     with eager():
         record, findings = inquire(training, training.dated(found))
     return replace(record, findings=findings)
+
+
+def evaluated(pair: Pair, batches: Batches) -> SeedRecord:
+    """What the probes find in eval mode, as the record of a seed without any training.
+
+    Raises:
+        CannotRunError: one of the two does not run at all.
+        DiagnoseError: no output of the reference is finite.
+    """
+    found = Examination(pair, batches[0], trains=False)
+    for _ in examine(found, [replace(p, as_compiled=True) for p in every_probe() if p.asserted]):
+        pass
+    if "network" in vars(found) and not settled_by(found.findings) and not found.network.finite(loss=False):
+        raise DiagnoseError("no output of the reference is finite: check batches")
+    for batch in batches[1:]:
+        if not settled_by(found.findings) and (more := Examination(pair, batch, trains=False)).wrong:
+            found.findings += FUNCTION.ask(more)
+    return SeedRecord(pair.seed, [], [], {"arms": {}}, findings=found.findings)
 
 
 class InMemory:

@@ -110,9 +110,7 @@ class Local:
     def wrong(self, name: str, few: bool = False) -> Difference | None:
         """The first pass in which this module differs by more than rounding, and not only at ties."""
         found = [d for c in self.comparisons(name, few) for d in c.wrong()]
-        if not few and all(
-            d.pass_ == "eval" for d in found
-        ):  # eval follows training, so it sees what is kept
+        if not few and all(d.pass_ == "eval" for d in found):  # it follows training, and sees what is kept
             return self._wrong_in_sequence(name) or next(iter(found), None)
         if not found:
             return None
@@ -121,7 +119,7 @@ class Local:
         return found[0]
 
     def _wrong_in_sequence(self, name: str) -> Difference | None:
-        """Of a module that is right in each of its calls and called several times: with what it keeps between."""
+        """Of a module that is called several times and right in each: with what it keeps between them."""
         calls = self.made[name]
         if not 1 < len(calls) <= LONGEST_SEQUENCE:
             return None

@@ -42,14 +42,19 @@ class Recorded:
     loss: Callable[[object, str], Tensor] | None = None
     call: Callable[[nn.Module, tuple, dict], object] = lambda module, args, kwargs: module(*args, **kwargs)
 
+    def send_back(self, outputs: object, arithmetic: str) -> None:
+        """The gradient of the loss, where there is one."""
+        if self.loss is not None:
+            self.loss(outputs, arithmetic).backward()
+
 
 @dataclass
 class Passes:
     """What came out, in float64: pass -> name -> tensor.
 
     ``forward`` and ``eval`` are named by the place of the output (``named_leaves``), ``input gradient`` by
-    that of the input, ``weight gradient`` and ``buffer`` by the module's own tensors, ``side effect`` (of whole
-    networks) by the mode and the place of the input.
+    that of the input, ``weight gradient`` and ``buffer`` by the module's own tensors, ``side effect`` (of
+    whole networks) by the mode and the place of the input.
     """
 
     tensors: dict[str, dict[str, Tensor]]
@@ -222,4 +227,7 @@ def whole_network(call: Callable, loss: Callable, inputs: object, targets: objec
 
 
 def on_batch(pair: Pair, batch: tuple[object, object]) -> Recorded:
+    """What both networks are given; without a loss nothing is sent back."""
+    if pair.loss is None:
+        return Recorded((batch[0],), call=lambda module, args, _: pair.call(module, args[0]))
     return whole_network(pair.call, pair.loss, *batch)

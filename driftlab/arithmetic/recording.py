@@ -22,7 +22,7 @@ def record(network: nn.Module, whole: Recorded, seed: int = 0) -> dict[str, list
         if name and not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
             _watch(module, name, calls, order)
     seed_random_layers(seed)
-    whole.loss(whole.call(network, *own_inputs(whole)), "float32").backward()
+    whole.send_back(whole.call(network, *own_inputs(whole)), "float32")
     return {name: calls[name] for name in order if calls[name]}
 
 

@@ -29,6 +29,7 @@ class Pair:
     """Reference and candidate, in float32, from the same start.
 
     Attributes:
+        loss: of outputs and targets; None of a pair that is not to be trained.
         optimizer, candidate_optimizer: make the optimizer of a module.
         call: how a network takes its inputs.
         judged: "float64" of networks that were handed over in it, else "float32".
@@ -41,7 +42,7 @@ class Pair:
     reference: nn.Module
     candidate: nn.Module
     fold: Fold
-    loss: Callable[[object, object], Tensor]
+    loss: Callable[[object, object], Tensor] | None
     optimizer: Callable[[nn.Module], Optimizer]
     candidate_optimizer: Callable[[nn.Module], Optimizer]
     call: Call = whole
@@ -68,6 +69,11 @@ class Pair:
         while candidate_name and candidate_name not in theirs:
             candidate_name = candidate_name.rpartition(".")[0]
         return theirs[candidate_name] if candidate_name is not None else None
+
+    def evaluating(self) -> Pair:
+        """The pair in eval mode with nothing to train: its passes are forward passes alone."""
+        mine, theirs = (copied(m).eval().requires_grad_(False) for m in (self.reference, self.candidate))
+        return replace(self, reference=mine, candidate=theirs, loss=None)
 
     def in_step(self, reference: nn.Module, candidate: nn.Module) -> Pair:
         """The pair at another point of its training, both on the candidate's weights and buffers."""

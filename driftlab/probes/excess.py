@@ -16,8 +16,10 @@ def ask_excess(snapshots: Snapshots, excess: Excess) -> list[Finding]:
         return found
     allowed = excess.allowed
     if not excess.carried:
-        says = f"they do not, at step {excess.step}; but the weights are no further apart than in the controls, so "
-        says += "that rounding cannot have come from there: something else is kept from step to step"
+        says = (
+            f"they do not, at step {excess.step}; but the weights are no further apart than in the controls, "
+            "and rounding cannot have come from there: something else is kept from step to step"
+        )
         return [PROBE.finding(None, None, says)]
     if excess.moved:
         leave = "weights leave what the controls show"

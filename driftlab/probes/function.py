@@ -11,7 +11,7 @@ from driftlab.arithmetic.comparison import Comparison
 from driftlab.arithmetic.constants import rounded_constants
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import SAME_BORDERS, first_wrong, slightly_wrong
-from driftlab.arithmetic.passes import run
+from driftlab.arithmetic.passes import CannotRunError, run
 from driftlab.arithmetic.tracing import parting
 from driftlab.blame import not_ours
 from driftlab.probes.determinism import wavers
@@ -47,7 +47,8 @@ def ask(found: Examination) -> Iterator[Finding]:
     # found on some samples of the batch alone: this training may come to it later
     on_few = not wrong and not found.local.wrong(module)
     excess = min(_excess_of(difference, network), 1e300) * HALFWAY
-    accused = PROBE.finding(excess, Verdict.BUG, _wrong(difference, network), place)
+    says = _wrong(difference, network) + (_IN_EVALUATION if _same_in_evaluation(found) else "")
+    accused = PROBE.finding(excess, Verdict.BUG, says, place)
     if on_few:
         accused = replace(accused, evidence=replace(accused.evidence, probe=FEWER_SAMPLES), off_path=True)
     yield accused
@@ -75,10 +76,9 @@ def _same(found: Examination, network: Comparison, why: str = "") -> Finding:
     if "float64" in network.failed:
         says += f"; the candidate cannot run in float64 itself ({network.failed['float64']})"
     elif apart := network.in_float64_alone():
-        says += (
-            f"; in float64 alone they do not, {apart[0].relative_in('shadow64'):.2g} (relative) apart in the "
-        )
-        says += f"{apart[0].pass_}: their code asks for its dtype, and they are judged in {network.judged}"
+        off = apart[0].relative_in("shadow64")
+        says += f"; in float64 alone they do not, {off:.2g} (relative) apart in the {apart[0].pass_}: "
+        says += f"their code asks for its dtype, and they are judged in {network.judged}"
     elif network.float64_not_honoured:
         says += (
             "; given float64, it computes in fewer bits all the same, which is no difference in the function"
@@ -88,8 +88,8 @@ def _same(found: Examination, network: Comparison, why: str = "") -> Finding:
 
 def _wrong(difference: Difference, network: Comparison) -> str:
     if difference.pass_ == "side effect":
-        mode = difference.name.split()[0]
-        return f"{{place}}: in {mode} mode its inputs are {difference.relative:.2g} (relative) off after the call"
+        mode, off = difference.name.split()[0], difference.relative
+        return f"{{place}}: in {mode} mode its inputs are {off:.2g} (relative) off after the call"
     if difference.reshaped:
         return "{place}: the candidate's has another shape"
     if difference.overflows:
@@ -103,6 +103,21 @@ def _wrong(difference: Difference, network: Comparison) -> str:
     return (
         f"{{place}}{named}: fed the reference's exact inputs it is {off} {how}, where rounding would be gone"
     )
+
+
+_IN_EVALUATION = "; in eval mode they are the same function, which trains=False asks for alone"
+
+
+def _same_in_evaluation(found: Examination) -> bool:
+    """Whether only training tells the two apart: norms folded into weights, adapters merged."""
+    passes = {d.pass_ for d in found.network.wrong()}
+    if not found.trains or "forward" not in passes:
+        return False
+    try:
+        alone = list(ask(Examination(found.pair.evaluating(), found.batch, trains=False)))
+    except CannotRunError:
+        return False
+    return all(f.evidence.supports is not Verdict.BUG for f in alone)
 
 
 def _untrained(found: Examination) -> list[str]:

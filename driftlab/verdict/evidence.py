@@ -57,6 +57,8 @@ PASSES = (
 def same_bits(records: Sequence[SeedRecord], role: str) -> Evidence:
     """Is there any difference at all, in any logged number?"""
     largest = _largest_distance(records, role)
+    if not any(record.curves for record in records):
+        return SAME_BITS.not_applicable("nothing was trained", role=role).evidence
     identical = largest == 0.0
     rows = sum(len(record.curves) for record in records)
     if identical:

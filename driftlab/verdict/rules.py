@@ -164,6 +164,8 @@ def _verdict(found: dict[str, Evidence], subject: str, place: Place | None, cont
         return Verdict.BUG
     if same_function is None and supports[SAME_BITS.name] is None:
         return Verdict.INCONCLUSIVE
+    if same_function is Verdict.BIT_IDENTICAL and found[SAME_BITS.name].measured is None:
+        return same_function  # evaluation alone: there are no curves
     probed = FUNCTION in supports
     narrow = [p for p in supports if supports[p] is Verdict.REDUCED_PRECISION]
     if narrow and (narrow != [FLOAT32_START.name] or not probed):
@@ -208,6 +210,10 @@ def _headline(verdict: Verdict, found: dict[str, Evidence], subject: str, place:
     narrow = [p for p, e in found.items() if e.supports is Verdict.REDUCED_PRECISION]
     if verdict is Verdict.REDUCED_PRECISION and narrow == [PROCESS_SETTINGS]:
         return f"the same function, in a process of fewer bits: {found[PROCESS_SETTINGS].reading} ({seeds})"
+    if verdict is Verdict.ROUND_OFF and found[SAME_BITS.name].measured is None:
+        return (
+            f"the same function in eval mode, which alone was asked about: what differs is rounding ({seeds})"
+        )
     if verdict is not Verdict.INCONCLUSIVE:
         return _SENTENCES[verdict].format(subject=subject, place=place or subject) + f" ({seeds})"
     first = found[SAME_BITS.name].measured

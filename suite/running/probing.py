@@ -163,13 +163,12 @@ class Replay:
         self._built, self.steps, self._settings = build(settings, experiment.images, seed), last, settings
 
     def walk(self) -> Iterator[int]:
-        lockstep, batches, every = self._built.lockstep, self._built.batches, self._settings.eval_every
+        lockstep, batches, settings = self._built.lockstep, self._built.batches, self._settings
         for step in range(self.steps + 1):
             yield step
-            if is_evaluated(step, every):  # a network may keep something of an evaluation
-                lockstep.evaluate(
-                    step, list(batches.test_batches(self._settings.eval_images, batches.batch_size))
-                )
+            if is_evaluated(step, settings.eval_every):  # a network may keep something of an evaluation
+                images = batches.test_batches(settings.eval_images, batches.batch_size)
+                lockstep.evaluate(step, list(images))
             lockstep.forward_backward(step, *batches.batch(step))
             lockstep.update(step)
 
