@@ -24,7 +24,7 @@ from driftlab.network.loss import Loss, loss_in
 from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
 from driftlab.probes import every_probe
 from driftlab.probes.examination import Examination, examine
-from driftlab.probes.function import PROBE as FUNCTION
+from driftlab.probes.function import ask as ask_function
 from driftlab.probes.repeat import ask_repeat
 from driftlab.process import measuring
 from driftlab.record.seed_record import SeedRecord
@@ -119,8 +119,8 @@ def diagnose(
             of_module if candidate_optimizer is None else stepping("candidate_optimizer", candidate_optimizer)
         )
         of_module(mine), by(other)
-        called, judged = calling(mine, kept[0][0]), judged_in(reference)
-        pair = Pair(mine, other, found, _own(loss), of_module, by, called, the_seed(seed), judged)
+        called, dtype = calling(mine, kept[0][0]), judged_in(reference)
+        pair = Pair(mine, other, found, _own(loss), of_module, by, called, the_seed(seed), dtype)
         try:
             with threads_for(kept[0], mine, other, threads=threads) as count:
                 record = diagnosed(pair, kept, steps) if trains else evaluated(pair.evaluating(), kept)
@@ -182,7 +182,7 @@ def evaluated(pair: Pair, batches: Batches) -> SeedRecord:
         raise DiagnoseError("no output of the reference is finite: check batches")
     for batch in batches[1:]:
         if not settled_by(found.findings) and (more := Examination(pair, batch, trains=False)).wrong:
-            found.findings += FUNCTION.ask(more)
+            found.findings += ask_function(more)
     return SeedRecord(pair.seed, [], [], {"arms": {}}, findings=found.findings)
 
 
