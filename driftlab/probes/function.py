@@ -113,11 +113,12 @@ def _same_in_evaluation(found: Examination) -> bool:
     passes = {d.pass_ for d in found.network.wrong()}
     if not found.trains or "forward" not in passes:
         return False
+    alone = Examination(found.pair.evaluating(), found.batch, trains=False)
     try:
-        alone = list(ask(Examination(found.pair.evaluating(), found.batch, trains=False)))
+        wrong = alone.network.wrong()
     except CannotRunError:
         return False
-    return all(f.evidence.supports is not Verdict.BUG for f in alone)
+    return not wrong or rounded_constants(alone.pair, alone.whole, wrong) is not None
 
 
 def _untrained(found: Examination) -> list[str]:
