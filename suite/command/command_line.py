@@ -23,6 +23,13 @@ from suite.data.images import DataError
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 
+# Hydra's own.
+OPTIONS = (
+    *("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "-r", "--package", "-p"),
+    *("--run", "--multirun", "-m", "--shell-completion", "-sc", "--info", "-i", "--experimental-rerun"),
+    *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
+)
+
 USAGE = """\
 driftlab: is it round-off, unstable training, or a bug in the rewrite?
 
@@ -72,6 +79,10 @@ def usage() -> str:
 
 def check(arguments: list[str]) -> None:
     """Refuse what Hydra would explain at length. Raises ConfigurationError."""
+    for option in (a.partition("=")[0] for a in arguments if a.startswith("-")):
+        if option not in OPTIONS:
+            near = instead(option, [o for o in OPTIONS if o.startswith("--")])
+            raise ConfigurationError(f"{option} is no option (a setting is written NAME=VALUE): {near}")
     given = [a for a in arguments if "=" in a]
     names = [n for a in given if re.match(r"\+?experiment=", a) for n in a.split("=", 1)[1].split(",")]
     for name in names:

@@ -55,6 +55,7 @@ REFUSED = {
         ["+experiment=split_conv", "scale=smal"],
         "scale=smal is unknown: did you mean small?",
     ),
+    "unknown option": (["--multi-run", "+experiment=control"], "--multi-run is no option"),
     "unknown data": (["+experiment=split_conv", "data=mnist"], "data=mnist is unknown"),
     "backward seeds": (["+experiment=split_conv", "seed=9..0"], "write seed=0..9"),
     "seeds of letters": (["+experiment=split_conv", "seed=a..b"], "seed=a..b is not a seed"),
