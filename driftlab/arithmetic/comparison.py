@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from driftlab.arithmetic.difference import PASSES, Difference, distance, finite_norm, same_values
-from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
+from driftlab.arithmetic.passes import LOSS, CannotRunError, Passes, Recorded, run
 from driftlab.fold.layout import AnyFold
+from driftlab.network.outputs import Outputs
 from driftlab.rounding import HALFWAY_BITS
 
 
@@ -21,11 +22,17 @@ class Comparison:
         differences: in the order of ``PASSES``.
         failed: arithmetic -> what one of the two raised in it, for those that they cannot both run in.
         ran: the arithmetics that both ran in.
+        unpaired: the reference's outputs that none of the candidate's stands for.
+        spare: the candidate's outputs that stand for none of the reference's.
+        carried: the reference's outputs that the loss depends on: a fault in them shows in the loss.
     """
 
     differences: list[Difference]
     failed: dict[str, str] = field(default_factory=dict)
     ran: tuple[str, ...] = ()
+    unpaired: tuple[str, ...] = ()
+    spare: tuple[str, ...] = ()
+    carried: frozenset[str] = frozenset()
 
     @property
     def same_bits(self) -> bool:
@@ -33,7 +40,7 @@ class Comparison:
 
     def finite(self, loss: bool) -> bool:
         """Whether the reference's outputs, or its loss, hold a finite number at all."""
-        return any(d.finite for d in self.differences if d.pass_ == "forward" and (d.name == "loss") is loss)
+        return any(d.finite for d in self.differences if d.pass_ == "forward" and (d.name == LOSS) is loss)
 
     def wrong(self) -> list[Difference]:
         """Differences that no rounding explains, the worst of the first pass first.
@@ -65,7 +72,7 @@ class Comparison:
         def rank(d: Difference) -> tuple:
             excess = max(d.excess(a) for a in self.ran or ("float64",))
             # the loss is a number made of the outputs: what they are off by says more
-            return PASSES.index(d.pass_), d.name == "loss", -excess
+            return PASSES.index(d.pass_), d.name == LOSS, -excess
 
         return sorted(differences, key=rank)
 
@@ -80,10 +87,12 @@ def compare(
     seed: int = 0,
     evaluate: bool = True,
     alone: bool = False,
+    outputs: Outputs | None = None,
 ) -> Comparison:
     """Both modules on the same inputs, in every arithmetic that they can run in.
 
     Args:
+        outputs: which output of the candidate stands for which of the reference's.
         alone: whether a candidate that runs in float32 alone is held against the reference's exact result.
         fold: from the candidate's tensor names to the reference's, as of the whole networks.
         prefixes: of the names of the two modules' tensors within their networks.
@@ -93,25 +102,44 @@ def compare(
     """
     both: dict[str, tuple[Passes, Passes]] = {}
     failed: dict[str, str] = {}
+    modules = reference, candidate
+    # one for all arithmetics: what stands for what is no matter of rounding
+    options = {"seed": seed, "evaluate": evaluate, "outputs": outputs or Outputs()}
     for arithmetic in ("float32", "float64", "shadow"):
-        _try(both, failed, arithmetic, reference, candidate, recorded, seed, evaluate)
+        _try(both, failed, arithmetic, modules, recorded, options)
     if "float32" not in both:
         raise CannotRunError(failed["float32"])
     used = _used(recorded)
     if alone and len(both) == 1:
         truth = _exact(reference, recorded, seed, evaluate)
-        return Comparison(_differences(both, fold, prefixes, used, truth), failed, tuple(both))
+        return _compared(_differences(both, fold, prefixes, used, truth), failed, both)
     found = _differences(both, fold, prefixes, used)
     if "shadow" in both and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found):
-        _try(both, failed, "shadow64", reference, candidate, recorded, seed, evaluate)
+        _try(both, failed, "shadow64", modules, recorded, options)
         found = _differences(both, fold, prefixes, used)
-    return Comparison(found, failed, tuple(both))
+    return _compared(found, failed, both)
 
 
-def _try(both: dict, failed: dict, arithmetic: str, reference, candidate, recorded, seed, evaluate) -> None:
+def _compared(found: list[Difference], failed: dict[str, str], both: dict) -> Comparison:
+    own, other = both["float32"]
+    unpaired = {
+        name: None
+        for pass_ in ("forward", "eval")
+        for name in own.tensors.get(pass_, {})
+        if name not in other.tensors[pass_]
+    }
+    return Comparison(
+        found, failed, tuple(both), tuple(unpaired), tuple(sorted(other.spare)), frozenset(own.carried)
+    )
+
+
+def _try(
+    both: dict, failed: dict, arithmetic: str, modules: tuple, recorded: Recorded, options: dict
+) -> None:
+    reference, candidate = modules
     try:
-        own = run(reference, recorded, arithmetic, seed, evaluate)
-        both[arithmetic] = own, run(candidate, recorded, arithmetic, seed, evaluate)
+        own = run(reference, recorded, arithmetic, **options)
+        both[arithmetic] = own, run(candidate, recorded, arithmetic, beside=own, **options)
     except CannotRunError as error:
         failed[arithmetic] = str(error)
 

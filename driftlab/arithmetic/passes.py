@@ -8,9 +8,10 @@ stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,13 @@ from driftlab.arithmetic.shadow import eager, held, shadow, shadow_arithmetic, s
 from driftlab.blame import AboutThePair, described, not_ours, theirs
 from driftlab.network.calling import cast, copied, evaluation_mode, named_leaves, seed_random_layers
 from driftlab.network.loss import loss_in, one_number
+from driftlab.network.outputs import Outputs
 from driftlab.network.pair import Pair
 from driftlab.words import DiagnoseError
+
+
+# Of the loss that is differentiated, among the outputs: no output is called so, though one may be `loss`.
+LOSS = "the loss"
 
 
 @dataclass
@@ -46,11 +52,18 @@ class Recorded:
 class Passes:
     """What came out, in float64: pass -> name -> tensor.
 
-    ``forward`` and ``eval`` are named by the place of the output (``named_leaves``), ``input gradient`` by
-    that of the input, ``weight gradient`` and ``buffer`` by the module's own tensors.
+    ``forward`` and ``eval`` are named by the output (``named_leaves``; the reference's, where it was run
+    beside it), ``input gradient`` by the place of the input, ``weight gradient`` and ``buffer`` by the
+    module's own tensors.
+
+    Attributes:
+        spare: outputs that stand for none of the reference's.
+        carried: outputs that the loss depends on, by a gradient that is not zero. Of float32 alone.
     """
 
     tensors: dict[str, dict[str, Tensor]]
+    spare: set[str] = field(default_factory=set)
+    carried: set[str] = field(default_factory=set)
 
 
 class CannotRunError(AboutThePair, RuntimeError):
@@ -75,26 +88,66 @@ def run(
     evaluate: bool = True,
     nudge: torch.Generator | None = None,
     native_constants: bool = False,
+    beside: Passes | None = None,
+    outputs: Outputs | None = None,
 ) -> Passes:
     """Forward, backward and, in eval mode, forward once more, of a copy of ``module``.
 
     Args:
+        beside: what the reference gave: the outputs get its names, and those that it lacks are left out.
+        outputs: which stands for which.
         nudge, native_constants: what becomes of the constants of a shadow run, see ``shadow_arithmetic``.
 
     Raises:
         CannotRunError: the module raises in this arithmetic.
     """
     try:
-        twin = in_arithmetic(module, arithmetic)
+        twin, named = in_arithmetic(module, arithmetic), _Named(beside, outputs or Outputs())
         with _context(arithmetic, nudge, native_constants):
-            found = _training_pass(twin, recorded, arithmetic, seed)
+            found = _training_pass(twin, recorded, arithmetic, seed, named)
             if evaluate:
-                found["eval"] = _eval_pass(twin, recorded, arithmetic, seed)
+                found["eval"] = _eval_pass(twin, recorded, arithmetic, seed, named)
     except Exception as error:  # whatever a stranger's forward raises
         not_ours(error)
         said = str(error) if isinstance(error, DiagnoseError) else described(error, 200)
         raise CannotRunError(said) from error
-    return Passes({pass_: {n: _plain(t) for n, t in named.items()} for pass_, named in found.items()})
+    plain = {pass_: {n: _plain(t) for n, t in tensors.items()} for pass_, tensors in found.items()}
+    return Passes(plain, named.spare, named.carried)
+
+
+class _Named:
+    """The outputs of a network by the reference's names, and what became of the others.
+
+    Args:
+        beside: what the reference gave; None where this is the reference.
+    """
+
+    def __init__(self, beside: Passes | None, outputs: Outputs):
+        self._beside, self._outputs = beside, outputs
+        self.spare: set[str] = set()
+        self.carried: set[str] = set()
+
+    def of(self, outputs: object, pass_: str) -> dict[str, Tensor]:
+        leaves = named_leaves(outputs)
+        mine = self._beside and self._beside.tensors.get(pass_)
+        if mine is None:
+            return leaves
+        mine = {n: t for n, t in mine.items() if n != LOSS}
+        with _disable_current_modes():
+            found = self._outputs.of(leaves, mine, _plain)
+        kept = {id(t) for t in found.values()}
+        self.spare |= {n for n, t in leaves.items() if id(t) not in kept}
+        return found
+
+    def watch(self, leaves: Mapping[str, Tensor]) -> None:
+        """Notice which of them a gradient comes back to."""
+        for name, leaf in leaves.items():
+            if leaf.requires_grad:
+                leaf.register_hook(partial(self._notice, name))
+
+    def _notice(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is not None and bool((gradient != 0).any()):
+            self.carried.add(name)
 
 
 def _context(arithmetic: str, nudge: torch.Generator | None, native_constants: bool) -> ExitStack:
@@ -108,30 +161,37 @@ def _context(arithmetic: str, nudge: torch.Generator | None, native_constants: b
     return stack
 
 
-def _training_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int) -> dict:
+def _training_pass(
+    twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int, named: _Named
+) -> dict[str, dict[str, Tensor]]:
     leaves: list[Tensor] = []
     args, kwargs = _fresh(recorded, arithmetic, leaves)
     seed_random_layers(seed)
     # copies, since a module may write into its arguments and leaves must not be written into
     outputs = recorded.call(twin, _copied(args), _copied(kwargs))
-    found = {"forward": _named(outputs)}
+    by_name = named.of(outputs, "forward")
+    found = {"forward": _own(by_name)}
     if recorded.loss is not None:
+        if arithmetic == "float32":
+            named.watch(by_name)
         loss = recorded.loss(outputs, arithmetic)
-        found["forward"]["loss"] = loss.detach()
+        found["forward"][LOSS] = loss.detach()
         loss.backward()
     else:
-        _backward(outputs, recorded, arithmetic)
+        _backward(by_name, recorded, arithmetic)
     found["input gradient"] = {str(i): _gradient(leaf) for i, leaf in enumerate(leaves)}
     found["weight gradient"] = {n: _gradient(p) for n, p in twin.named_parameters()}
     found["buffer"] = {n: b.clone() for n, b in twin.named_buffers() if b.is_floating_point()}
     return found
 
 
-def _eval_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int) -> dict[str, Tensor]:
+def _eval_pass(
+    twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int, named: _Named
+) -> dict[str, Tensor]:
     args, kwargs = _fresh(recorded, arithmetic, [])
     seed_random_layers(seed)
     with evaluation_mode(twin):
-        return _named(recorded.call(twin, args, kwargs))
+        return _own(named.of(recorded.call(twin, args, kwargs), "eval"))
 
 
 def _fresh(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[tuple, dict]:
@@ -164,8 +224,7 @@ def own_inputs(recorded: Recorded) -> tuple[tuple, dict]:
     return pytree.tree_map_only(Tensor, own, (recorded.args, recorded.kwargs))
 
 
-def _backward(outputs: object, recorded: Recorded, arithmetic: str) -> None:
-    named = named_leaves(outputs)
+def _backward(named: Mapping[str, Tensor], recorded: Recorded, arithmetic: str) -> None:
     pairs = [
         (named[name], g)
         for name, g in recorded.gradients.items()
@@ -185,8 +244,8 @@ def _like(gradient: Tensor, output: Tensor, arithmetic: str) -> Tensor:
     return gradient.to(output.dtype)
 
 
-def _named(outputs: object) -> dict[str, Tensor]:
-    return {name: t.detach().clone() for name, t in named_leaves(outputs).items()}
+def _own(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in named.items()}
 
 
 def _gradient(leaf: Tensor) -> Tensor:

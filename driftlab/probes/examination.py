@@ -47,7 +47,8 @@ class Examination:
         """The two networks on the batch."""
         p = self.pair
         alone = not self.trains  # where they are trained, their curves have a say
-        return compare(p.reference, p.candidate, self.whole, p.comparable, seed=p.seed, alone=alone)
+        options = {"seed": p.seed, "alone": alone, "outputs": p.outputs}
+        return compare(p.reference, p.candidate, self.whole, p.comparable, **options)
 
     @cached_property
     def local(self) -> Local:
