@@ -57,7 +57,8 @@ def assert_equivalent(
     with torch.inference_mode(False), torch.enable_grad(), told("assert_equivalent stops", memory=True):
         mine, theirs, found = the_pair(reference, candidate, fold)
         check_tensors("inputs", inputs)
-        given, common = _wanting_gradients(cast(inputs, torch.float32)), []
+        given = _wanting_gradients(cast(inputs, torch.float32))
+        common: list[str] = []
         loss, by_hand = random_sum(the_seed(seed), common), mapped(theirs, outputs)
         pair = Pair(mine, theirs, found, loss, _optimizer, _optimizer, calling(mine, given), seed, by_hand)
         examination = Examination(pair, (given, None), trains=False)
@@ -136,7 +137,7 @@ _OPENINGS: dict[Verdict | None, str] = {
 
 def _message(opening: str, failed: Finding, examination: Examination) -> str:
     e = failed.evidence
-    lines = [f"{opening}!", "", e.reading, ""]
+    lines = [f"{opening}!", "", e.reading, *e.details.splitlines(), ""]
     if failed.place:
         lines.append(f"Where: {failed.place.pass_} of {failed.place.module or 'the module itself'}")
     if e.measured is not None:

@@ -101,11 +101,11 @@ def diagnose(
         seed: of the random layers and of the controls' nudges.
         threads: of torch on the CPU, during this call. None takes one for small networks, which is faster,
             see ``driftlab.threads``; a fault that only several threads bring about needs them.
-        outputs: which output of the candidate stands for which of the reference's, where names, places, shapes
-            and values do not tell. A mapping of names, ``{"logits": "scores"}``, in which None leaves an output
-            of the reference out; names are written as in code, "[1]" in a tuple, "hidden_states[3]", "" for a
-            tensor that is returned by itself. Or a function of what the candidate returns, which gives what
-            the reference would return; the loss is then given its result.
+        outputs: which output of the candidate stands for which of the reference's, where names, places,
+            shapes and values do not tell. A mapping of names, ``{"logits": "scores"}``, in which None leaves
+            an output of the reference out; names are written as in code, "[1]" in a tuple,
+            "hidden_states[3]", "" for a tensor that is returned by itself. Or a function of what the
+            candidate returns, which gives what the reference would return; the loss is given its result.
 
     Raises:
         DiagnoseError: a network does not run on the batches, an argument is not what it should be.

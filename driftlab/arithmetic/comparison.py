@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from driftlab.arithmetic.difference import PASSES, Difference, distance, finite_norm, same_values
-from driftlab.arithmetic.passes import LOSS, CannotRunError, Passes, Recorded, run
+from driftlab.arithmetic.naming import LOSS
+from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
 from driftlab.fold.layout import AnyFold
 from driftlab.network.outputs import Outputs
 from driftlab.rounding import HALFWAY_BITS
@@ -71,8 +72,9 @@ class Comparison:
     def _sorted(self, differences: Iterable[Difference]) -> list[Difference]:
         def rank(d: Difference) -> tuple:
             excess = max(d.excess(a) for a in self.ran or ("float64",))
-            # the loss is a number made of the outputs: what they are off by says more
-            return PASSES.index(d.pass_), d.name == LOSS, -excess
+            # a loss is a number made of the outputs: what they are off by says more
+            is_output = d.pass_ in ("forward", "eval")
+            return PASSES.index(d.pass_), d.name == LOSS, is_output and d.numbers == 1, -excess
 
         return sorted(differences, key=rank)
 
@@ -169,11 +171,11 @@ def _differences(
     exact: Passes | None = None,
 ) -> list[Difference]:
     read = {
-        a: tuple(_by_reference_names(p, fold, prefixes, i) for i, p in enumerate(pair))
+        a: tuple(by_reference_names(p, fold, prefixes, i) for i, p in enumerate(pair))
         for a, pair in both.items()
     }
     truth = read["shadow" if "shadow" in read else "float64" if "float64" in read else "float32"][0]
-    truth = _by_reference_names(exact, fold, prefixes, 0) if exact else truth
+    truth = by_reference_names(exact, fold, prefixes, 0) if exact else truth
     known = exact is not None or len(read) > 1
     found = [
         _difference(
@@ -188,7 +190,7 @@ def _differences(
     return [replace(d, scale=largest) if d.pass_ == "weight gradient" else d for d in found]
 
 
-def _by_reference_names(passes: Passes, fold: AnyFold, prefixes: tuple[str, str], index: int) -> dict:
+def by_reference_names(passes: Passes, fold: AnyFold, prefixes: tuple[str, str], index: int) -> dict:
     """Weights, gradients and buffers under the reference's full names."""
     read = dict(passes.tensors)
     for pass_ in ("weight gradient", "buffer"):
@@ -210,4 +212,6 @@ def _difference(pass_: str, name: str, truth: Tensor, pairs: dict, known: bool) 
         mine, theirs = pairs["float32"]
         errors = {"reference": distance(mine[name], truth), "candidate": distance(theirs[name], truth)}
     finite = bool(truth.isfinite().any())
-    return Difference(pass_, name, finite_norm(truth), apart, errors, same, finite=finite)
+    return Difference(
+        pass_, name, finite_norm(truth), apart, errors, same, finite=finite, numbers=truth.numel()
+    )

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +18,14 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from driftlab.arithmetic.draws import Float32Draws
+from driftlab.arithmetic.naming import LOSS, Named
 from driftlab.arithmetic.shadow import eager, held, shadow, shadow_arithmetic, shadowed
 from driftlab.blame import AboutThePair, described, not_ours, theirs
-from driftlab.network.calling import cast, copied, evaluation_mode, named_leaves, seed_random_layers
+from driftlab.network.calling import cast, copied, evaluation_mode, seed_random_layers
 from driftlab.network.loss import loss_in, one_number
 from driftlab.network.outputs import Outputs
 from driftlab.network.pair import Pair
 from driftlab.words import DiagnoseError
-
-
-# Of the loss that is differentiated, among the outputs: no output is called so, though one may be `loss`.
-LOSS = "the loss"
 
 
 @dataclass
@@ -102,7 +98,10 @@ def run(
         CannotRunError: the module raises in this arithmetic.
     """
     try:
-        twin, named = in_arithmetic(module, arithmetic), _Named(beside, outputs or Outputs())
+        twin, named = (
+            in_arithmetic(module, arithmetic),
+            Named(beside.tensors if beside else None, outputs or Outputs(), _plain),
+        )
         with _context(arithmetic, nudge, native_constants):
             found = _training_pass(twin, recorded, arithmetic, seed, named)
             if evaluate:
@@ -113,41 +112,6 @@ def run(
         raise CannotRunError(said) from error
     plain = {pass_: {n: _plain(t) for n, t in tensors.items()} for pass_, tensors in found.items()}
     return Passes(plain, named.spare, named.carried)
-
-
-class _Named:
-    """The outputs of a network by the reference's names, and what became of the others.
-
-    Args:
-        beside: what the reference gave; None where this is the reference.
-    """
-
-    def __init__(self, beside: Passes | None, outputs: Outputs):
-        self._beside, self._outputs = beside, outputs
-        self.spare: set[str] = set()
-        self.carried: set[str] = set()
-
-    def of(self, outputs: object, pass_: str) -> dict[str, Tensor]:
-        leaves = named_leaves(outputs)
-        mine = self._beside and self._beside.tensors.get(pass_)
-        if mine is None:
-            return leaves
-        mine = {n: t for n, t in mine.items() if n != LOSS}
-        with _disable_current_modes():
-            found = self._outputs.of(leaves, mine, _plain)
-        kept = {id(t) for t in found.values()}
-        self.spare |= {n for n, t in leaves.items() if id(t) not in kept}
-        return found
-
-    def watch(self, leaves: Mapping[str, Tensor]) -> None:
-        """Notice which of them a gradient comes back to."""
-        for name, leaf in leaves.items():
-            if leaf.requires_grad:
-                leaf.register_hook(partial(self._notice, name))
-
-    def _notice(self, name: str, gradient: Tensor | None) -> None:
-        if gradient is not None and bool((gradient != 0).any()):
-            self.carried.add(name)
 
 
 def _context(arithmetic: str, nudge: torch.Generator | None, native_constants: bool) -> ExitStack:
@@ -162,7 +126,7 @@ def _context(arithmetic: str, nudge: torch.Generator | None, native_constants: b
 
 
 def _training_pass(
-    twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int, named: _Named
+    twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int, named: Named
 ) -> dict[str, dict[str, Tensor]]:
     leaves: list[Tensor] = []
     args, kwargs = _fresh(recorded, arithmetic, leaves)
@@ -186,7 +150,7 @@ def _training_pass(
 
 
 def _eval_pass(
-    twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int, named: _Named
+    twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int, named: Named
 ) -> dict[str, Tensor]:
     args, kwargs = _fresh(recorded, arithmetic, [])
     seed_random_layers(seed)

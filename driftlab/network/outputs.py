@@ -115,9 +115,7 @@ def _of_one_shape(
     pairs: dict[str, str] = {}
     if len(free) == len(others) and (len(free) == 1 or all(map(_is_place, free + others))):
         return dict(zip(free, others, strict=True))
-    apart = {
-        (m, t): float(relative_distance(plain(theirs[t]), plain(mine[m]))) for m in free for t in others
-    }
+    apart = {(m, t): float(relative_distance(plain(theirs[t]), plain(mine[m]))) for m in free for t in others}
     ranked = sorted(apart, key=lambda pair: apart[pair] if apart[pair] >= 0 else float("inf"))
 
     def take(candidates: Iterable[tuple[str, str]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from driftlab.arithmetic.passes import LOSS
+from driftlab.arithmetic.naming import LOSS
 from driftlab.lockstep.window import Snapshots
 from driftlab.probes.later import examination_at, first_wrong, locate
 from driftlab.probes.probe import Probe
@@ -26,8 +26,8 @@ def ask_excess(snapshots: Snapshots, excess: Excess) -> list[Finding]:
         return [PROBE.finding(excess.measured, Verdict.BUG, says, place, threshold=allowed)]
     if not _looked_at(snapshots, excess):
         says = (
-            "what parts them before any update does not show where both are looked at by themselves: it is no "
-            "rounding that a training carried on"
+            "what parts them before any update does not show where both are looked at by themselves: it is "
+            "no rounding that a training carried on"
         )
         return [PROBE.finding(excess.measured, None, says, threshold=allowed)]
     says = f"they do not, at step {excess.step}: what is seen there is rounding, carried on by the training"

@@ -6,7 +6,7 @@ gradient; else nothing has looked at it, and no verdict of a same function stand
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from driftlab.network.outputs import listed
 from driftlab.probes.examination import Examination
@@ -19,8 +19,7 @@ def ask(found: Examination) -> Iterator[Finding]:
     lacking = [n for n in network.unpaired if not outputs.left_out(n)]
     by_hand = [n for n in network.unpaired if outputs.left_out(n)]
     unseen = [n for n in lacking if n not in network.carried]
-    named = [f"{listed([m])} is {listed([t])} in the candidate" for m, t in outputs.renamed().items()]
-    parts = [", ".join(named[:4])] if named else []
+    parts = [_renamed(outputs.renamed())] if outputs.renamed() else []
     if unseen:
         parts = [_what_to_do(unseen, network.spare)]
     elif lacking:
@@ -35,13 +34,19 @@ def ask(found: Examination) -> Iterator[Finding]:
     yield PROBE.finding(float(len(unseen)), Verdict.INCONCLUSIVE if unseen else None, reading)
 
 
+def _renamed(names: Mapping[str, str], most: int = 4) -> str:
+    said = [f"{listed([mine])} is {listed([theirs])} in the candidate" for mine, theirs in names.items()]
+    more = f", and so on for {len(said) - most} more" if len(said) > most else ""
+    return ", ".join(said[:most]) + more
+
+
 def _what_to_do(unseen: list[str], spare: tuple[str, ...]) -> str:
     """What is open, and the argument that settles it."""
     others = f" (left over of its own: {listed(spare)})" if spare else ""
     example = f"{{{unseen[0]!r}: {spare[0] if spare else '...'!r}}}"
     return (
-        f"the candidate returns nothing for {listed(unseen)}{others}, and the loss does not depend on it: say "
-        f"which of its outputs that is, outputs={example}, or None for one that need not be compared"
+        f"the candidate returns nothing for {listed(unseen)}{others}, and the loss does not depend on it: "
+        f"say which of its outputs that is, outputs={example}, or None for one that need not be compared"
     )
 
 
@@ -50,8 +55,8 @@ PROBE = Probe(
     question="Does every output of the reference have its counterpart among the candidate's?",
     threshold=0.0,
     reason="one that is neither compared nor part of the loss is one too many",
-    sees="outputs that go by another name, which are paired by place, shape and value; those that only one of "
-    "the two returns",
+    sees="outputs that go by another name, which are paired by place, shape and value; those that only one "
+    "of the two returns",
     misses="numbers that are no floating ones",
     order=22,
     ask=ask,
