@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from driftlab.arguments import check_tensors, the_seed
 from driftlab.arithmetic.passes import CannotRunError
+from driftlab.arithmetic.returned import ByHand, mapped, return_alike
 from driftlab.diagnosis import sgd
 from driftlab.network.calling import calling, cast, named_leaves
 from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
@@ -33,6 +34,7 @@ def assert_equivalent(
     *,
     fold: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
     seed: int = 0,
+    outputs: ByHand = None,
 ) -> None:
     """Assert that ``candidate`` computes what ``reference`` does: outputs, all gradients, buffers, eval mode.
 
@@ -45,6 +47,7 @@ def assert_equivalent(
         inputs: a tensor, or a tuple or dict of arguments, taken in float32, on the modules' device.
         fold: from the candidate's tensors to the reference's, by name; found by value where None.
         seed: of the output gradients that are sent back, and of random layers.
+        outputs: which output of the candidate stands for which of the reference's, as of ``diagnose``.
 
     Raises:
         AssertionError: they differ: what, where, by how much.
@@ -54,26 +57,29 @@ def assert_equivalent(
     with torch.inference_mode(False), torch.enable_grad(), told("assert_equivalent stops", memory=True):
         mine, theirs, found = the_pair(reference, candidate, fold)
         check_tensors("inputs", inputs)
-        given, loss = _wanting_gradients(cast(inputs, torch.float32)), random_sum(the_seed(seed))
-        judged = judged_in(reference)
-        pair = Pair(mine, theirs, found, loss, _optimizer, _optimizer, calling(mine, given), seed, judged)
+        given, judged = _wanting_gradients(cast(inputs, torch.float32)), judged_in(reference)
+        common: list[str] = []
+        loss, by_hand = random_sum(the_seed(seed), common), mapped(theirs, outputs)
+        called = calling(mine, given)
+        pair = Pair(mine, theirs, found, loss, _optimizer, _optimizer, called, seed, judged, by_hand)
         examination = Examination(pair, (given, None), trains=False)
         # there is no training beside them that would run compiled code: all of them do
         asked = [replace(probe, as_compiled=True) for probe in every_probe() if probe.asserted]
         with threads_for(given, mine, theirs):
-            wrong = _first_wrong(examination, asked)
+            try:
+                common += return_alike(pair, given)
+                wrong = _first_wrong(examination, asked)
+            except CannotRunError as error:
+                raise DiagnoseError(f"a module does not run on these inputs: {error}") from error
     if wrong:
         raise AssertionError(wrong)
 
 
 def _first_wrong(examination: Examination, asked: Iterable[Probe]) -> str | None:
     """What to say of the first finding that the two differ by."""
-    try:
-        for finding in examine(examination, asked):
-            if wrong := _wrong(finding, examination):
-                return wrong
-    except CannotRunError as error:
-        raise DiagnoseError(f"a module does not run on these inputs: {error}") from error
+    for finding in examine(examination, asked):
+        if wrong := _wrong(finding, examination):
+            return wrong
     if not examination.network.finite(loss=False):
         raise DiagnoseError(
             "no output of the reference is finite: give inputs on which something could differ"
@@ -88,6 +94,8 @@ def _optimizer(module: nn.Module) -> Optimizer:
 def _wrong(finding: Finding, examination: Examination) -> str | None:
     if opening := _OPENINGS.get(finding.evidence.supports):
         return _message(opening, finding, examination)
+    if finding.evidence.supports is Verdict.INCONCLUSIVE:
+        raise DiagnoseError(finding.evidence.reading)
     if finding.decides and finding.evidence.status in (Status.REFUSED, Status.FAILED):
         raise DiagnoseError(
             f"the probe {finding.evidence.probe} could not answer: {finding.evidence.reading}"
@@ -95,17 +103,18 @@ def _wrong(finding: Finding, examination: Examination) -> str | None:
     return None
 
 
-def random_sum(seed: int) -> Callable[[object, object], Tensor]:
-    """The outputs against fixed random numbers: its gradient sends those numbers back."""
+def random_sum(seed: int, names: Sequence[str] | None = None) -> Callable[[object, object], Tensor]:
+    """The outputs, or those called ``names``, against fixed random numbers, which its gradient sends back."""
 
     def loss(outputs: object, _: object) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        total = None
-        for output in named_leaves(outputs).values():
+        total, found = None, named_leaves(outputs)
+        kept = [found[name] for name in (found if names is None else names) if name in found]
+        for output in kept:
             weights = torch.randn(output.shape, generator=generator).to(output.device)
             part = (output * weights).sum()
             total = part if total is None else total + part
-        if total is None or not any(output.numel() for output in named_leaves(outputs).values()):
+        if total is None or not any(output.numel() for output in kept):
             raise DiagnoseError("the outputs hold no floating number: there is nothing to compare")
         return total
 
@@ -129,7 +138,7 @@ _OPENINGS: dict[Verdict | None, str] = {
 
 def _message(opening: str, failed: Finding, examination: Examination) -> str:
     e = failed.evidence
-    lines = [f"{opening}!", "", e.reading, ""]
+    lines = [f"{opening}!", "", e.reading, *e.details.splitlines(), ""]
     if failed.place:
         lines.append(f"Where: {failed.place.pass_} of {failed.place.module or 'the module itself'}")
     if e.measured is not None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from driftlab.arguments import stepping, the_batches, the_seed, the_steps
 from driftlab.arithmetic.passes import CannotRunError
+from driftlab.arithmetic.returned import ByHand, mapped, returned
 from driftlab.arithmetic.shadow import eager
 from driftlab.blame import described, is_out_of_memory, theirs
 from driftlab.inquiry import Examined, before_training, inquire
@@ -78,6 +79,7 @@ def diagnose(
     *,
     trains: bool = True,
     threads: int | None = None,
+    outputs: ByHand = None,
 ) -> Diagnosis:
     """Say whether ``candidate`` computes and trains as ``reference`` does, and if not, where it departs.
 
@@ -105,6 +107,11 @@ def diagnose(
             adapters, which are another training. No gradient, update or curve is looked at then.
         threads: of torch on the CPU, during this call. None takes one for small networks, which is faster,
             see ``driftlab.threads``; a fault that only several threads bring about needs them.
+        outputs: which output of the candidate stands for which of the reference's, where names, places,
+            shapes and values do not tell. A mapping of names, ``{"logits": "scores"}``, in which None leaves
+            an output of the reference out; names are written as in code, "[1]" in a tuple,
+            "hidden_states[3]", "" for a tensor that is returned by itself. Or a function of what the
+            candidate returns, which gives what the reference would return; the loss is given its result.
 
     Raises:
         DiagnoseError: a network does not run on the batches, an argument is not what it should be.
@@ -119,10 +126,12 @@ def diagnose(
             of_module if candidate_optimizer is None else stepping("candidate_optimizer", candidate_optimizer)
         )
         of_module(mine), by(other)
-        called, dtype = calling(mine, kept[0][0]), judged_in(reference)
-        pair = Pair(mine, other, found, _own(loss), of_module, by, called, the_seed(seed), dtype)
+        called, dtype, by_hand = calling(mine, kept[0][0]), judged_in(reference), mapped(other, outputs)
+        pair = Pair(mine, other, found, _own(loss), of_module, by, called, the_seed(seed), dtype, by_hand)
         try:
             with threads_for(kept[0], mine, other, threads=threads) as count:
+                if by_hand.given:
+                    returned(pair, kept[0][0])
                 record = diagnosed(pair, kept, steps) if trains else evaluated(pair.evaluating(), kept)
         except CannotRunError as error:
             raise DiagnoseError(f"a network does not run on the first batch: {error}") from error

@@ -18,7 +18,7 @@ def as_table(verdict: Verdict, headline: str, where: Place | None, evidence: Seq
     """Plain text, ``WIDTH`` columns wide."""
     table = Table("asked", "measured", "threshold", "for", "reading", box=box.SIMPLE_HEAD, pad_edge=False)
     for e in evidence:
-        table.add_row(e.probe, number(e.measured), number(e.threshold), e.supports or "", e.reading)
+        table.add_row(e.probe, number(e.measured), number(e.threshold), e.supports or "", e.text)
     text = io.StringIO()
     console = Console(file=text, width=WIDTH, no_color=True, highlight=False, markup=False, emoji=False)
     console.print(f"{verdict}: {headline}", soft_wrap=True)

@@ -52,6 +52,8 @@ class Evidence:
         supports: the verdict that it speaks for, or None where it is silent.
         reading: what it means, as a sentence with its numbers.
         status: whether it was answered at all.
+        details: what somebody who looks for the fault wants to know besides, a line each: how many elements
+            are wrong and which most, what the difference looks like.
     """
 
     probe: str
@@ -61,9 +63,15 @@ class Evidence:
     supports: Verdict | None
     reading: str
     status: Status = Status.ANSWERED
+    details: str = ""
+
+    @property
+    def text(self) -> str:
+        """The reading, and the details on lines of their own."""
+        return f"{self.reading}\n{self.details}" if self.details else self.reading
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value or name != "details"}
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor, nn
 
 from driftlab.arithmetic.difference import PASSES, Difference, distance, finite_norm, same_values
+from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
 from driftlab.fold.layout import AnyFold
+from driftlab.network.outputs import Outputs
 from driftlab.rounding import HALFWAY_BITS
 
 
@@ -22,12 +24,18 @@ class Comparison:
         failed: arithmetic -> what one of the two raised in it, for those that they cannot both run in.
         ran: the arithmetics that both ran in.
         judged: the dtype in which the two were handed over.
+        unpaired: the reference's outputs that none of the candidate's stands for.
+        spare: the candidate's outputs that stand for none of the reference's.
+        carried: the reference's outputs that the loss depends on: a fault in them shows in the loss.
     """
 
     differences: list[Difference]
     failed: dict[str, str] = field(default_factory=dict)
     ran: tuple[str, ...] = ()
     judged: str = "float32"
+    unpaired: tuple[str, ...] = ()
+    spare: tuple[str, ...] = ()
+    carried: frozenset[str] = frozenset()
 
     @property
     def same_bits(self) -> bool:
@@ -35,7 +43,7 @@ class Comparison:
 
     def finite(self, loss: bool) -> bool:
         """Whether the reference's outputs, or its loss, hold a finite number at all."""
-        return any(d.finite for d in self.differences if d.pass_ == "forward" and (d.name == "loss") is loss)
+        return any(d.finite for d in self.differences if d.pass_ == "forward" and (d.name == LOSS) is loss)
 
     def wrong(self) -> list[Difference]:
         """Differences that no rounding explains, the worst of the first pass first.
@@ -73,8 +81,9 @@ class Comparison:
     def _sorted(self, differences: Iterable[Difference]) -> list[Difference]:
         def rank(d: Difference) -> tuple:
             excess = max(d.excess(a) for a in self.ran or ("float64",))
-            # the loss is a number made of the outputs: what they are off by says more
-            return PASSES.index(d.pass_), d.name == "loss", -excess
+            # a loss is a number made of the outputs: what they are off by says more
+            is_output = d.pass_ in ("forward", "eval")
+            return PASSES.index(d.pass_), d.name == LOSS, is_output and d.numbers == 1, -excess
 
         return sorted(differences, key=rank)
 
@@ -90,10 +99,12 @@ def compare(
     evaluate: bool = True,
     alone: bool = False,
     judged: str = "float32",
+    outputs: Outputs | None = None,
 ) -> Comparison:
     """Both modules on the same inputs, in every arithmetic that they can run in.
 
     Args:
+        outputs: which output of the candidate stands for which of the reference's.
         alone: whether a candidate that runs in float32 alone is held against the reference's exact result.
         fold: from the candidate's tensor names to the reference's, as of the whole networks.
         prefixes: of the names of the two modules' tensors within their networks.
@@ -104,25 +115,50 @@ def compare(
     """
     both: dict[str, tuple[Passes, Passes]] = {}
     failed: dict[str, str] = {}
+    modules = reference, candidate
+    # one for all arithmetics: what stands for what is no matter of rounding
+    options = {"seed": seed, "evaluate": evaluate, "outputs": outputs or Outputs()}
     for arithmetic in ("float32", "float64", "shadow"):
-        _try(both, failed, arithmetic, reference, candidate, recorded, seed, evaluate)
+        _try(both, failed, arithmetic, modules, recorded, options)
     if "float32" not in both:
         raise CannotRunError(failed["float32"])
     used = _used(recorded)
     if alone and len(both) == 1:
         truth = _exact(reference, recorded, seed, evaluate)
-        return Comparison(_differences(both, fold, prefixes, used, truth), failed, tuple(both), judged)
+        return _compared(_differences(both, fold, prefixes, used, truth), failed, both, judged)
     found = _differences(both, fold, prefixes, used)
     if "shadow" in both and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found):
-        _try(both, failed, "shadow64", reference, candidate, recorded, seed, evaluate)
+        _try(both, failed, "shadow64", modules, recorded, options)
         found = _differences(both, fold, prefixes, used)
-    return Comparison(found, failed, tuple(both), judged)
+    return _compared(found, failed, both, judged)
 
 
-def _try(both: dict, failed: dict, arithmetic: str, reference, candidate, recorded, seed, evaluate) -> None:
+def _compared(found: list[Difference], failed: dict[str, str], both: dict, judged: str) -> Comparison:
+    own, other = both["float32"]
+    unpaired = {
+        name: None
+        for pass_ in ("forward", "eval")
+        for name in own.tensors.get(pass_, {})
+        if name not in other.tensors[pass_]
+    }
+    return Comparison(
+        found,
+        failed,
+        tuple(both),
+        judged,
+        tuple(unpaired),
+        tuple(sorted(other.spare)),
+        frozenset(own.carried),
+    )
+
+
+def _try(
+    both: dict, failed: dict, arithmetic: str, modules: tuple, recorded: Recorded, options: dict
+) -> None:
+    reference, candidate = modules
     try:
-        own = run(reference, recorded, arithmetic, seed, evaluate)
-        both[arithmetic] = own, run(candidate, recorded, arithmetic, seed, evaluate)
+        own = run(reference, recorded, arithmetic, **options)
+        both[arithmetic] = own, run(candidate, recorded, arithmetic, beside=own, **options)
     except CannotRunError as error:
         failed[arithmetic] = str(error)
 
@@ -152,11 +188,11 @@ def _differences(
     exact: Passes | None = None,
 ) -> list[Difference]:
     read = {
-        a: tuple(_by_reference_names(p, fold, prefixes, i) for i, p in enumerate(pair))
+        a: tuple(by_reference_names(p, fold, prefixes, i) for i, p in enumerate(pair))
         for a, pair in both.items()
     }
     truth = read["shadow" if "shadow" in read else "float64" if "float64" in read else "float32"][0]
-    truth = _by_reference_names(exact, fold, prefixes, 0) if exact else truth
+    truth = by_reference_names(exact, fold, prefixes, 0) if exact else truth
     known = exact is not None or len(read) > 1
     found = [
         _difference(
@@ -171,7 +207,7 @@ def _differences(
     return [replace(d, scale=largest) if d.pass_ == "weight gradient" else d for d in found]
 
 
-def _by_reference_names(passes: Passes, fold: AnyFold, prefixes: tuple[str, str], index: int) -> dict:
+def by_reference_names(passes: Passes, fold: AnyFold, prefixes: tuple[str, str], index: int) -> dict:
     """Weights, gradients and buffers under the reference's full names."""
     read = dict(passes.tensors)
     for pass_ in ("weight gradient", "buffer"):
@@ -195,4 +231,14 @@ def _difference(pass_: str, name: str, truth: Tensor, pairs: dict, known: bool) 
     own = {a: mine[name] for a, (mine, _) in pairs.items() if a.startswith("shadow")}
     change = distance(own["shadow64"], own["shadow"]) if len(own) > 1 else None
     finite = bool(truth.isfinite().any())
-    return Difference(pass_, name, finite_norm(truth), apart, errors, same, finite=finite, own_change=change)
+    return Difference(
+        pass_,
+        name,
+        finite_norm(truth),
+        apart,
+        errors,
+        same,
+        finite=finite,
+        own_change=change,
+        numbers=truth.numel(),
+    )

@@ -42,10 +42,9 @@ def rounded_constants(pair: Pair, whole: Recorded, wrong: list[Difference]) -> s
 def _gone_natively(pair: Pair, whole: Recorded, wrong: list[Difference]) -> bool:
     """Whether both agree once what is made of constants alone is made in float32, as it may be stored."""
     try:
-        mine, theirs = (
-            run(m, whole, "shadow", pair.seed, native_constants=True)
-            for m in (pair.reference, pair.candidate)
-        )
+        options = {"seed": pair.seed, "native_constants": True, "outputs": pair.outputs}
+        mine = run(pair.reference, whole, "shadow", **options)
+        theirs = run(pair.candidate, whole, "shadow", beside=mine, **options)
     except CannotRunError:
         return False
     read = {"weight gradient": pair.fold, "buffer": pair.fold}

@@ -44,6 +44,7 @@ class Difference:
         finite: whether the reference's own has a finite number.
         own_change: how far the reference's float64 code is from its float32 code, rounding taken away from
             both; None where that was not asked.
+        numbers: how many it holds.
     """
 
     pass_: str
@@ -55,18 +56,23 @@ class Difference:
     scale: float = 0.0
     finite: bool = True
     own_change: float | None = None
+    numbers: int = 0
 
     def excess(self, arithmetic: str) -> float:
         """The difference as a multiple of what rounding may make of it; above 1 it is no rounding."""
         if self.reshaped:
             return math.inf
-        rounding = max(self.errors.values(), default=0.0) * 2.0**-29
-        if math.isinf(rounding) and not self.overflows:
+        if math.isinf(max(self.errors.values(), default=0.0)) and not self.overflows:
             return 0.0  # beyond what float32 can hold in both: nothing to hold it against
-        rounding = 0.0 if math.isinf(rounding) else rounding
-        allowed = HALFWAY * max(UNIT_ROUND_OFF["float64"] * max(self.size, self.scale), rounding)
-        apart = self.apart.get(arithmetic, 0.0)
+        apart, allowed = self.apart.get(arithmetic, 0.0), self.allowed
         return 0.0 if apart == 0 else apart / allowed if allowed else math.inf
+
+    @property
+    def allowed(self) -> float:
+        """What rounding may make of it, as a 2-norm."""
+        rounding = max(self.errors.values(), default=0.0) * 2.0**-29
+        rounding = 0.0 if math.isinf(rounding) else rounding
+        return HALFWAY * max(UNIT_ROUND_OFF["float64"] * max(self.size, self.scale), rounding)
 
     @property
     def stored_in_float32(self) -> bool:

@@ -74,7 +74,7 @@ class IntegerPair:
             return None
         if self._inexact(own, truth, passes, theirs=False):
             return None
-        other = run(self.theirs, call, "float32", evaluate=False)
+        other = run(self.theirs, call, "float32", evaluate=False, beside=own)
         return Exactness(tuple(_shape(call)), self._inexact(other, truth, passes, theirs=True))
 
     def _inexact(

@@ -8,7 +8,7 @@ stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -18,11 +18,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from driftlab.arithmetic.draws import Float32Draws
+from driftlab.arithmetic.naming import LOSS, Named
 from driftlab.arithmetic.shadow import eager, held, shadow, shadow_arithmetic, shadowed
 from driftlab.blame import AboutThePair, described, not_ours, theirs
 from driftlab.fold.layout import gradient_of
-from driftlab.network.calling import cast, copied, evaluation_mode, named_leaves, seed_random_layers
+from driftlab.network.calling import cast, copied, evaluation_mode, seed_random_layers
 from driftlab.network.loss import loss_in, one_number
+from driftlab.network.outputs import Outputs
 from driftlab.network.pair import Pair
 from driftlab.words import DiagnoseError
 
@@ -52,12 +54,18 @@ class Recorded:
 class Passes:
     """What came out, in float64: pass -> name -> tensor.
 
-    ``forward`` and ``eval`` are named by the place of the output (``named_leaves``), ``input gradient`` by
-    that of the input, ``weight gradient`` and ``buffer`` by the module's own tensors, ``side effect`` (of
-    whole networks) by the mode and the place of the input.
+    ``forward`` and ``eval`` are named by the output (``named_leaves``; the reference's, where it was run
+    beside it), ``input gradient`` by the place of the input, ``weight gradient`` and ``buffer`` by the
+    module's own tensors, ``side effect`` (of whole networks) by the mode and the place of the input.
+
+    Attributes:
+        spare: outputs that stand for none of the reference's.
+        carried: outputs that the loss depends on, by a gradient that is not zero. Of float32 alone.
     """
 
     tensors: dict[str, dict[str, Tensor]]
+    spare: set[str] = field(default_factory=set)
+    carried: set[str] = field(default_factory=set)
 
 
 class CannotRunError(AboutThePair, RuntimeError):
@@ -82,27 +90,35 @@ def run(
     evaluate: bool = True,
     nudge: torch.Generator | None = None,
     native_constants: bool = False,
+    beside: Passes | None = None,
+    outputs: Outputs | None = None,
 ) -> Passes:
     """Forward, backward and, in eval mode, forward once more, of a copy of ``module``.
 
     Args:
+        beside: what the reference gave: the outputs get its names, and those that it lacks are left out.
+        outputs: which stands for which.
         nudge, native_constants: what becomes of the constants of a shadow run, see ``shadow_arithmetic``.
 
     Raises:
         CannotRunError: the module raises in this arithmetic.
     """
     try:
-        twin = in_arithmetic(module, arithmetic)
+        twin, named = (
+            in_arithmetic(module, arithmetic),
+            Named(beside.tensors if beside else None, outputs or Outputs(), _plain),
+        )
         with _context(arithmetic, nudge, native_constants):
-            found = _training_pass(twin, recorded, arithmetic, seed)
+            found = _training_pass(twin, recorded, arithmetic, seed, named)
             if evaluate:
-                found["eval"], left = _eval_pass(twin, recorded, arithmetic, seed)
+                found["eval"], left = _eval_pass(twin, recorded, arithmetic, seed, named)
                 found["side effect"] |= left
     except Exception as error:  # whatever a stranger's forward raises
         not_ours(error)
         said = str(error) if isinstance(error, DiagnoseError) else described(error, 200)
         raise CannotRunError(said) from error
-    return Passes({pass_: {n: _plain(t) for n, t in named.items()} for pass_, named in found.items()})
+    plain = {pass_: {n: _plain(t) for n, t in tensors.items()} for pass_, tensors in found.items()}
+    return Passes(plain, named.spare, named.carried)
 
 
 def _context(arithmetic: str, nudge: torch.Generator | None, native_constants: bool) -> ExitStack:
@@ -116,31 +132,38 @@ def _context(arithmetic: str, nudge: torch.Generator | None, native_constants: b
     return stack
 
 
-def _training_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int) -> dict:
+def _training_pass(
+    twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int, named: Named
+) -> dict[str, dict[str, Tensor]]:
     leaves: list[Tensor] = []
     args, kwargs = _fresh(recorded, arithmetic, leaves)
     seed_random_layers(seed)
     # copies, since a module may write into its arguments and leaves must not be written into
     given = _copied(args), _copied(kwargs)
     outputs = recorded.call(twin, *given)
-    found = {"forward": _named(outputs), "side effect": _left(given, recorded, "training")}
+    by_name = named.of(outputs, "forward")
+    found = {"forward": _own(by_name), "side effect": _left(given, recorded, "training")}
     if recorded.loss is not None:
+        if arithmetic == "float32":
+            named.watch(by_name)
         loss = recorded.loss(outputs, arithmetic)
-        found["forward"]["loss"] = loss.detach()
+        found["forward"][LOSS] = loss.detach()
         loss.backward()
     else:
-        _backward(outputs, recorded, arithmetic)
+        _backward(by_name, recorded, arithmetic)
     found["input gradient"] = {str(i): gradient_of(leaf) for i, leaf in enumerate(leaves)}
     found["weight gradient"] = {n: gradient_of(p) for n, p in twin.named_parameters()}
     found["buffer"] = {n: b.clone() for n, b in twin.named_buffers() if b.is_floating_point()}
     return found
 
 
-def _eval_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int) -> tuple[dict, dict]:
+def _eval_pass(
+    twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int, named: Named
+) -> tuple[dict, dict]:
     given = _fresh(recorded, arithmetic, [])
     seed_random_layers(seed)
     with evaluation_mode(twin):
-        return _named(recorded.call(twin, *given)), _left(given, recorded, "eval")
+        return _own(named.of(recorded.call(twin, *given), "eval")), _left(given, recorded, "eval")
 
 
 def _left(given: tuple[tuple, dict], recorded: Recorded, mode: str) -> dict[str, Tensor]:
@@ -181,8 +204,7 @@ def own_inputs(recorded: Recorded) -> tuple[tuple, dict]:
     return pytree.tree_map_only(Tensor, own, (recorded.args, recorded.kwargs))
 
 
-def _backward(outputs: object, recorded: Recorded, arithmetic: str) -> None:
-    named = named_leaves(outputs)
+def _backward(named: Mapping[str, Tensor], recorded: Recorded, arithmetic: str) -> None:
     pairs = [
         (named[name], g)
         for name, g in recorded.gradients.items()
@@ -202,8 +224,8 @@ def _like(gradient: Tensor, output: Tensor, arithmetic: str) -> Tensor:
     return gradient.to(output.dtype)
 
 
-def _named(outputs: object) -> dict[str, Tensor]:
-    return {name: t.detach().clone() for name, t in named_leaves(outputs).items()}
+def _own(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: t.detach().clone() for name, t in named.items()}
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def in_sequence(calls: list[Recorded]) -> Recorded:
         return [module(*own, **kwargs) for own, kwargs in args]
 
     gradients = {
-        f"{number}.{name}" if name else str(number): gradient
+        f"[{number}]{'.' * name[:1].isidentifier()}{name}": gradient
         for number, one in enumerate(calls)
         for name, gradient in one.gradients.items()
     }

@@ -31,13 +31,14 @@ from driftlab.network.calling import (
     cast,
     copied,
     evaluation_mode,
-    outputs_as_vector,
+    named_leaves,
     own_batch,
     seed_random_layers,
     step_seed,
     whole,
 )
 from driftlab.network.loss import Loss, loss_in, one_number
+from driftlab.network.outputs import Outputs
 
 Row = dict[str, float]
 
@@ -55,6 +56,7 @@ class Lockstep:
         seed: of the random layers (dropout): reset to the same state before each arm at each step.
         logged: which steps leave a row; the last step of every arm always does.
         call: how a module takes its inputs.
+        outputs: which output of the candidate stands for which of the reference's.
 
     Attributes:
         rows: step -> column -> value, columns named as in ``curves.csv``; complete up to the last flush.
@@ -67,8 +69,10 @@ class Lockstep:
         seed: int = 0,
         logged: Callable[[int], bool] | None = None,
         call: Call = whole,
+        outputs: Outputs | None = None,
     ):
         self.arms, self.loss, self.seed, self.call = list(arms), loss, seed, call
+        self.outputs = outputs or Outputs()
         self.rows: dict[int, Row] = {}
         self.layouts: dict[tuple[str, str], Layout] = {}
         self._sides: dict[str, KinkSides] = {}
@@ -97,7 +101,7 @@ class Lockstep:
         measures = measures_at(Moment.STEP) if self.is_logged(step) else (LOSS,)
         folded, seen, measured = Folded(self.layouts), {}, {}
         for arm in self.live(step):
-            seen[arm.name] = self._run(arm, folded, step, inputs, targets)
+            seen[arm.name] = self._named(self._run(arm, folded, step, inputs, targets), seen)
             measured |= _measured(measures, arm, seen)
         self._keep(step, measured)
 
@@ -133,7 +137,7 @@ class Lockstep:
         folded, seen, measured = Folded(self.layouts), {}, {}
         for arm in (a for a in self.live(step) if a.blown_up_at is None):
             outputs, targets = self.predictions(arm, batches)
-            seen[arm.name] = Seen(arm, folded, outputs, targets, outputs_as_vector(outputs))
+            seen[arm.name] = self._named(Seen(arm, folded, outputs, targets), seen)
             measured |= _measured(measures_at(Moment.EVALUATION), arm, seen)
         return {column: float(value) for column, value in measured.items()}
 
@@ -151,7 +155,7 @@ class Lockstep:
     def _run(self, arm: Arm, folded: Folded, step: int, inputs: object, targets: object) -> Seen:
         seed_random_layers(step_seed(self.seed, step))
         arm.optimizer.zero_grad(set_to_none=True)
-        vector = sides = None
+        sides = None
         with self._drawing(arm, training=True):
             outputs = self.call(arm.module, own_batch(inputs, DTYPES[arm.dtype]))
             loss = one_number(theirs(self._losses[arm.name], outputs, cast(targets, DTYPES[arm.dtype])))
@@ -159,9 +163,15 @@ class Lockstep:
                 sides = self._sides[arm.name] = kink_sides(loss, self._sides.get(arm.name))
             loss.backward()
         outputs = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
-        if self.is_logged(step):
-            vector = outputs_as_vector(outputs)
-        return Seen(arm, folded, outputs, targets, vector, loss.detach(), sides)
+        return Seen(arm, folded, outputs, targets, loss=loss.detach(), sides=sides)
+
+    def _named(self, own: Seen, seen: Mapping[str, Seen]) -> Seen:
+        """With its outputs by the names of the reference's of its dtype, which was ``seen`` before it."""
+        own.leaves = named_leaves(own.outputs)
+        against = seen.get(own.arm.against.name) if own.arm.against else None
+        if own.arm.role == "candidate" and against:
+            own.leaves = self.outputs.of(own.leaves, against.leaves)
+        return own
 
     def _drawing(self, arm: Arm, training: bool) -> AbstractContextManager[None]:
         """Inside, a float64 arm draws its random numbers as its float32 arm does."""

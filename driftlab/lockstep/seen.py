@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
@@ -20,7 +21,7 @@ class Seen:
         arm: with its weights, gradients and buffers as they are now.
         outputs: what the network returned, without a graph.
         targets: as they belong to the outputs; None where there are none.
-        vector: all that the network returned, in one float64 vector; None at a step that leaves no row.
+        leaves: the floating tensors that the network returned, by the reference's names.
         loss: a scalar; None in an evaluation.
         sides: of the kinks; None in an evaluation and at a step that leaves no row.
     """
@@ -29,7 +30,7 @@ class Seen:
     folded: Folded
     outputs: object
     targets: object
-    vector: Tensor | None = None
+    leaves: Mapping[str, Tensor] = field(default_factory=dict)
     loss: Tensor | None = None
     sides: KinkSides | None = None
 

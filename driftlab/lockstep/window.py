@@ -112,7 +112,7 @@ class Window:
             nudge_seed=s.seed,
             float64_candidate=float64,
         )
-        self.lockstep = Lockstep(arms, s.loss, seed=s.seed, call=s.call)
+        self.lockstep = Lockstep(arms, s.loss, seed=s.seed, call=s.call, outputs=s.outputs)
         self.evaluations: dict[int, Row] = {}
 
     def arm(self, name: str) -> Arm:

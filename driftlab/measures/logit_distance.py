@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def between_outputs(own: Seen, against: Seen) -> Tensor | None:
-    """None where the two return other numbers of numbers."""
-    from driftlab.fold.layout import relative_distance
+    """Over the outputs that both return; None where there is none, or one of other numbers of numbers."""
+    from driftlab.fold.layout import flat, relative_distance
 
-    if own.vector.shape != against.vector.shape:
-        return None
-    return relative_distance(own.vector, against.vector)
+    names = [name for name in against.leaves if name in own.leaves]
+    mine, theirs = (flat(seen.leaves[name] for name in names) for seen in (own, against))
+    return relative_distance(mine, theirs) if len(mine) and mine.shape == theirs.shape else None
 
 
 MEASURE = Measure(

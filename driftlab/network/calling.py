@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager
+from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
+from functools import partial
+from types import FunctionType
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.blame import theirs
-from driftlab.fold.layout import flat
 from driftlab.process import put_back
 from driftlab.refusing import told
 from driftlab.words import DiagnoseError
@@ -172,32 +174,36 @@ def step_seed(seed: int, step: int) -> int:
 
 
 def named_leaves(outputs: object) -> dict[str, Tensor]:
-    """The floating tensors in whatever a network returns, by their place in it: "", "0", "0.hidden".
+    """The floating tensors in whatever a network returns, spelled as in code, in the order they come in.
 
-    Entries of mappings come in the order of their keys, whatever order the network makes them in; fields of
-    named tuples and data classes by number, so that a tuple with and one without names are the same.
+    "" is a tensor that is returned by itself, "[1]" one of a tuple, "hidden_states[3]" and
+    "past_key_values.layers[0].keys" lie in a dict or an object with fields. An object of any class is looked
+    into, modules and functions apart.
     """
     found: dict[str, Tensor] = {}
-    _collect(outputs, "", found)
+    _collect(outputs, "", found, set())
     return found
 
 
-def _collect(value: object, name: str, found: dict[str, Tensor]) -> None:
-    below = f"{name}." if name else ""
+def _collect(value: object, name: str, found: dict[str, Tensor], above: set[int]) -> None:
     if isinstance(value, Tensor):
         if value.is_floating_point():
             found[name] = value
-    elif isinstance(value, Mapping):
-        for key in sorted(value, key=str):
-            _collect(value[key], f"{below}{key}", found)
-    elif isinstance(value, tuple | list):
-        for number, part in enumerate(value):
-            _collect(part, f"{below}{number}", found)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for number, part in enumerate(vars(value).values()):
-            _collect(part, f"{below}{number}", found)
+    elif id(value) not in above:  # what holds itself has been looked into
+        for key, part in _parts(value):
+            _collect(part, f"{name}{key}" if name else key.removeprefix("."), found, above | {id(value)})
 
 
-def outputs_as_vector(outputs: object) -> Tensor:
-    """The floating tensors in whatever a network returns (tensor, tuple, dict), in one float64 vector."""
-    return flat(named_leaves(outputs).values())
+def _parts(value: object) -> Iterable[tuple[str, object]]:
+    """What a container holds, each with how it is written behind the container's name."""
+    if isinstance(value, Mapping):
+        return [(f".{k}" if isinstance(k, str) else f"[{k!r}]", value[k]) for k in value]
+    if isinstance(value, tuple | list):
+        fields = getattr(value, "_fields", None)
+        names = [f".{f}" for f in fields] if fields else [f"[{i}]" for i in range(len(value))]
+        return list(zip(names, value, strict=True))
+    if isinstance(value, nn.Module | type | FunctionType | partial):
+        return ()
+    if is_dataclass(value):
+        return [(f".{f.name}", getattr(value, f.name, None)) for f in fields_of(value)]
+    return [(f".{k}", part) for k, part in getattr(value, "__dict__", {}).items()]

@@ -16,6 +16,7 @@ from driftlab.fold.layout import relative_distance
 from driftlab.fold.unfold import floating_tensors
 from driftlab.network.calling import Call, copied, whole
 from driftlab.network.modules import paired_modules
+from driftlab.network.outputs import Outputs
 from driftlab.process import REWRITE, changed_by, noticed
 from driftlab.process.flags import Change
 from driftlab.refusing import told
@@ -33,6 +34,7 @@ class Pair:
         optimizer, candidate_optimizer: make the optimizer of a module.
         call: how a network takes its inputs.
         judged: "float64" of networks that were handed over in it, else "float32".
+        outputs: which output of the candidate stands for which of the reference's.
         counterparts: names of the reference's modules -> those of the candidate's that stand for them.
         written_otherwise: the reference's parameters that the candidate does not hold with the same values
             (scaled, reparametrised, or another start).
@@ -48,6 +50,7 @@ class Pair:
     call: Call = whole
     seed: int = 0
     judged: str = "float32"
+    outputs: Outputs = field(default_factory=Outputs)
     counterparts: Mapping[str, str] = field(init=False)
     written_otherwise: list[str] = field(init=False)
     changed: list[Change] = field(init=False)

@@ -47,7 +47,7 @@ class Examination:
         """The two networks on the batch."""
         p = self.pair
         alone = not self.trains  # where they are trained, their curves have a say
-        options = {"seed": p.seed, "alone": alone, "judged": p.judged}
+        options = {"seed": p.seed, "alone": alone, "judged": p.judged, "outputs": p.outputs}
         return compare(p.reference, p.candidate, self.whole, p.comparable, **options)
 
     @cached_property

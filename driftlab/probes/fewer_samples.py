@@ -58,21 +58,23 @@ def _samples(size: int) -> str:
 
 def _refused(found: Examination, batch: tuple[object, object], size: int, error: str) -> Iterator[Finding]:
     """A candidate that raises on a size is loud about it; one that gives another shape is wrong."""
-    pair, shapes = found.pair, []
+    pair, seen = found.pair, []
     for network in (pair.reference, pair.candidate):
         try:
             with evaluation_mode(network):
-                outputs = named_leaves(pair.call(network, batch[0]))
+                seen.append(named_leaves(pair.call(network, batch[0])))
         except Exception as raised:  # whatever a stranger's forward raises: it refuses this size
             not_ours(raised)
             break
-        shapes.append({name: tuple(t.shape) for name, t in outputs.items()})
-    if len(shapes) == 2 and shapes[0] != shapes[1]:
-        said = f"on {_samples(size)} in eval mode"
-        says = f"{said}, the candidate's outputs have the shapes {shapes[1]}, not {shapes[0]}"
-        yield PROBE.finding(None, Verdict.BUG, says, Place("", "forward", 0))
-    elif len(shapes) == 1:
+    if len(seen) == 1:
         yield PROBE.finding(None, None, f"the candidate takes no batch of {size}: {error}")
+    elif len(seen) == 2:
+        theirs = pair.outputs.of(seen[1], seen[0])
+        own, other = ({n: tuple(leaves[n].shape) for n in theirs} for leaves in (seen[0], theirs))
+        if own != other:
+            said = f"on {_samples(size)} in eval mode"
+            says = f"{said}, the candidate's outputs have the shapes {other}, not {own}"
+            yield PROBE.finding(None, Verdict.BUG, says, Place("", "forward", 0))
 
 
 PROBE = Probe(

@@ -14,6 +14,7 @@ from driftlab.arithmetic.locating import SAME_BORDERS, first_wrong, slightly_wro
 from driftlab.arithmetic.passes import CannotRunError, run
 from driftlab.arithmetic.tracing import parting
 from driftlab.blame import not_ours
+from driftlab.probes.details import details
 from driftlab.probes.determinism import wavers
 from driftlab.probes.examination import Examination
 from driftlab.probes.probe import Probe
@@ -49,6 +50,8 @@ def ask(found: Examination) -> Iterator[Finding]:
     excess = min(_excess_of(difference, network), 1e300) * HALFWAY
     says = _wrong(difference, network) + (_IN_EVALUATION if _same_in_evaluation(found) else "")
     accused = PROBE.finding(excess, Verdict.BUG, says, place)
+    more = details(found, located[0] if located else "", difference, few=not wrong)
+    accused = replace(accused, evidence=replace(accused.evidence, details=more))
     if on_few:
         accused = replace(accused, evidence=replace(accused.evidence, probe=FEWER_SAMPLES), off_path=True)
     yield accused
@@ -90,11 +93,11 @@ def _wrong(difference: Difference, network: Comparison) -> str:
     if difference.pass_ == "side effect":
         mode, off = difference.name.split()[0], difference.relative
         return f"{{place}}: in {mode} mode its inputs are {off:.2g} (relative) off after the call"
+    named = f" ({difference.name})" if difference.pass_ != "input gradient" and difference.name else ""
     if difference.reshaped:
-        return "{place}: the candidate's has another shape"
+        return f"{{place}}{named}: the candidate's has another shape"
     if difference.overflows:
-        return "{place}: the candidate's float32 is not finite where the reference's is"
-    named = f" ({difference.name})" if difference.pass_ == "weight gradient" else ""
+        return f"{{place}}{named}: the candidate's float32 is not finite where the reference's is"
     how = "with the rounding taken away" if "shadow" in network.ran else "in float64"
     off = f"{difference.relative:.2g} (relative) off"
     if "shadow64" in network.ran and difference.excess("shadow") <= 1:

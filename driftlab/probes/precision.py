@@ -112,6 +112,7 @@ def _narrow(found: Examination, name: str, call: Recorded) -> bool:
     prefixes = name, local.counterparts[name]
     try:
         options = {"prefixes": prefixes, "seed": pair.seed, "alone": not found.trains}
+        options |= {} if name else {"outputs": pair.outputs}
         compared = compare(mine, theirs, call, pair.comparable, **options)
     except CannotRunError:
         return True

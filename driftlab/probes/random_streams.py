@@ -7,7 +7,7 @@ spread of the outputs over many seeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from driftlab.arithmetic.locating import Local
 from driftlab.arithmetic.passes import Recorded
 from driftlab.fold.layout import flat
 from driftlab.network.calling import copied, named_leaves, seed_random_layers
+from driftlab.network.outputs import Leaves, Outputs
 from driftlab.probes.examination import Examination
 from driftlab.probes.probe import Probe
 from driftlab.words import FUNCTION, Finding, Place, Verdict
@@ -38,13 +39,24 @@ class Draws:
 
 def is_random(module: nn.Module, call: Recorded) -> bool:
     """Whether the output depends on torch's random state, or on a random state of the module's own."""
-    outputs = _outputs(module, call, range(3))
+    outputs = [flat(leaves.values()) for leaves in _returned(module, call, range(3))]
     return any(o.shape != outputs[0].shape or not torch.equal(o, outputs[0]) for o in outputs[1:])
 
 
-def same_distribution(mine: nn.Module, theirs: nn.Module, call: Recorded) -> Draws:
+def same_distribution(
+    mine: nn.Module, theirs: nn.Module, call: Recorded, outputs: Outputs | None = None
+) -> Draws:
     """Means along some directions, and the mean square, over ``DRAWS`` independent seeds each."""
-    samples = [_outputs(mine, call, range(DRAWS)), _outputs(theirs, call, range(DRAWS, 2 * DRAWS))]
+    outputs = outputs or Outputs()
+    first, other = (next(_returned(m, call, range(1))) for m in (mine, theirs))
+    both = list(outputs.of(other, first))
+    samples = [
+        [flat(leaves[n] for n in both) for leaves in _returned(mine, call, range(DRAWS))],
+        [
+            flat(outputs.of(leaves, first)[n] for n in both)
+            for leaves in _returned(theirs, call, range(DRAWS, 2 * DRAWS))
+        ],
+    ]
     if len({o.shape for outputs in samples for o in outputs}) > 1:
         return Draws(float("inf"), False)
     ours, others = map(torch.stack, samples)
@@ -73,16 +85,15 @@ def _apart(a: Tensor, b: Tensor, size: Tensor) -> float:
 
 
 @torch.no_grad()
-def _outputs(module: nn.Module, call: Recorded, seeds: Iterable[int]) -> list[Tensor]:
+def _returned(module: nn.Module, call: Recorded, seeds: Iterable[int]) -> Iterator[Leaves]:
     """One call after the other of the same copy: it may keep a generator of its own."""
-    twin, found = copied(module), []
+    twin = copied(module)
     for seed in seeds:
         args, kwargs = torch.utils._pytree.tree_map_only(
             Tensor, lambda t: t.detach().clone(), (call.args, call.kwargs)
         )
         seed_random_layers(seed)
-        found.append(flat(named_leaves(call.call(twin, args, kwargs)).values()))
-    return found
+        yield named_leaves(call.call(twin, args, kwargs))
 
 
 def drawn_otherwise(found: Examination, located: tuple[str, Difference] | None) -> Finding | None:
@@ -100,7 +111,7 @@ def drawn_otherwise(found: Examination, located: tuple[str, Difference] | None) 
     others = [n for n in local.calls if n in local.counterparts and not _related(n, module)]
     if any(_wrong_forward(local, n) for n in others):
         return None
-    draws = same_distribution(mine, theirs, call)
+    draws = same_distribution(mine, theirs, call, None if module else found.pair.outputs)
     if not draws.same:
         return None
     name = module or "the network"

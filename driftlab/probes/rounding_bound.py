@@ -134,7 +134,8 @@ def _bounds(local: Local, name: str) -> list[Bound]:
     mine, theirs = local.pair(name)
     call = local.calls[name][0]
     try:
-        own, other = (run(m, call, "float32", evaluate=False) for m in (mine, theirs))
+        own = run(mine, call, "float32", evaluate=False)
+        other = run(theirs, call, "float32", evaluate=False, beside=own)
         return rounding_bounds(mine, call, own, _by_own_names(local, name, other))
     except CannotRunError:
         return []

@@ -131,14 +131,16 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
     ]
     found = {e.probe: e for e in evidence} | {f.evidence.probe: f.evidence for f in probes}
     failed = next((f.evidence for f in probes if f.decides and f.evidence.status is Status.FAILED), None)
-    verdict = (
-        Verdict.INCONCLUSIVE
-        if failed
-        else _verdict(found, subject, place, all("control.float64" in r.arms for r in records))
-    )
+    controlled = all("control.float64" in r.arms for r in records)
+    verdict = Verdict.INCONCLUSIVE if failed else _verdict(found, subject, place, controlled)
+    unseen = next((f.evidence for f in probes if f.evidence.supports is Verdict.INCONCLUSIVE), None)
+    if unseen and verdict is not Verdict.BUG:
+        verdict = Verdict.INCONCLUSIVE
     if verdict is Verdict.REDUCED_PRECISION and narrow:
         place = narrow.place
     headline = _failed(failed) if failed else _headline(verdict, found, subject, place, len(records))
+    if unseen and not failed and verdict is Verdict.INCONCLUSIVE:
+        headline = f"{unseen.reading} ({len(records)} seed{'s' if len(records) > 1 else ''})"
     named = place if verdict in (Verdict.BUG, Verdict.REDUCED_PRECISION) else None
     return Judgement(verdict, headline, [f.evidence for f in probes] + evidence, named, outcomes)
 

@@ -111,7 +111,7 @@ def evidence_table(evidence: Sequence[Evidence]) -> Table:
         table.add_column(column, no_wrap=column != "probe")
     table.add_column("reading", ratio=1)
     for e in evidence:
-        table.add_row(e.probe, number(e.measured), number(e.threshold), e.supports or "", escape(e.reading))
+        table.add_row(e.probe, number(e.measured), number(e.threshold), e.supports or "", escape(e.text))
     return table
 
 

@@ -111,7 +111,7 @@ class Terminal:
             for e in evidence:
                 found = f"{number(e.measured)} ({number(e.threshold)} allowed)"
                 self.console.print(f"[bold]{e.probe}[/bold]  {found}  {e.supports or ''}")
-                self.console.print(Padding(escape(e.reading), (0, 0, 0, 2)))
+                self.console.print(Padding(escape(e.text), (0, 0, 0, 2)))
             return
         self.console.print(evidence_table(evidence))
 

@@ -1,0 +1,116 @@
+"""One quantity of one pair of modules that no rounding explains, number by number."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from driftlab.arithmetic.comparison import by_reference_names
+from driftlab.arithmetic.difference import Difference, distance, finite_norm
+from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
+from driftlab.fold.layout import AnyFold
+from driftlab.network.outputs import Outputs
+from driftlab.rounding import HALFWAY, HALFWAY_BITS, UNIT_ROUND_OFF
+
+
+@dataclass(frozen=True)
+class Accused:
+    """What was accused, and how to ask the reference once more.
+
+    Attributes:
+        mine, theirs: the reference's and the candidate's, float64, on the CPU.
+        difference: which quantity it is, with its norms.
+        arithmetic: the one that the difference was found in.
+        reference, call, seed: the reference's module, and what it was given.
+        prefix: of its tensors' names within its network.
+    """
+
+    mine: Tensor
+    theirs: Tensor
+    difference: Difference
+    arithmetic: str
+    reference: nn.Module
+    call: Recorded
+    seed: int = 0
+    prefix: str = ""
+
+    @property
+    def apart(self) -> float:
+        return distance(self.theirs, self.mine)
+
+    @property
+    def rounding(self) -> float:
+        """How far two right results may be apart, as a 2-norm: as in ``Difference``, by the reference alone.
+
+        The candidate's own float32 error is the fault itself, seen from the reference, and is no yardstick.
+        """
+        size = max(finite_norm(self.mine), finite_norm(self.theirs), self.difference.scale)
+        error = self.difference.errors.get("reference", 0.0)
+        error = error if math.isfinite(error) else 0.0
+        return HALFWAY * max(UNIT_ROUND_OFF["float64"] * size, 2.0**-29 * error)
+
+    def fits(self, explained: Tensor) -> bool:
+        """Whether ``explained`` is the candidate's result but for rounding, and leaves next to nothing over.
+
+        A difference that is itself near rounding is explained by anything; so 2^6.5 of it must be gone too.
+        """
+        left = distance(self.theirs, explained)
+        return left <= self.rounding and left * HALFWAY_BITS <= self.apart
+
+    def quantity(self, passes: Passes) -> Tensor | None:
+        """The same quantity of another run of the reference's module."""
+        named = by_reference_names(passes, dict, (self.prefix, ""), 0)
+        found = named.get(self.difference.pass_, {}).get(self.difference.name)
+        return None if found is None else found.cpu()
+
+
+def accused(
+    modules: tuple[nn.Module, nn.Module],
+    call: Recorded,
+    difference: Difference,
+    fold: AnyFold,
+    *,
+    prefixes: tuple[str, str] = ("", ""),
+    seed: int = 0,
+    outputs: Outputs | None = None,
+) -> Accused | None:
+    """Both modules once more, in the arithmetic that accuses. None where they do not run so again."""
+    wrong = (a for a in ("shadow", "shadow64", "float64", "float32") if difference.excess(a) > 1)
+    arithmetic, pass_, name = next(wrong, "float32"), difference.pass_, difference.name
+    options = {"seed": seed, "evaluate": pass_ == "eval", "outputs": outputs}
+    try:
+        own = run(modules[0], call, arithmetic, **options)
+        other = run(modules[1], call, arithmetic, beside=own, **options)
+    except CannotRunError:
+        return None
+    read = (by_reference_names(p, fold, prefixes, i)[pass_] for i, p in enumerate((own, other)))
+    mine, theirs = (tensors.get(name) for tensors in read)
+    if mine is None or theirs is None:
+        return None
+    return Accused(mine.cpu(), theirs.cpu(), difference, arithmetic, modules[0], call, seed, prefixes[0])
+
+
+def worst_element(found: Accused) -> str:
+    """How many elements are wrong, which of them most, and what it is instead of what.
+
+    An element exceeds that is further off than its share of what rounding may make of all of them: where all
+    keep to theirs, the whole does.
+    """
+    mine, theirs = found.mine, found.theirs
+    if mine.shape != theirs.shape:
+        return f"its shape is {list(theirs.shape)}, not {list(mine.shape)}"
+    apart = torch.where(mine == theirs, 0.0, (theirs - mine).abs()).nan_to_num(math.inf)
+    apart = torch.where(mine.isnan() & theirs.isnan(), 0.0, apart)
+    share = found.difference.allowed / math.sqrt(max(1, apart.numel()))
+    count, worst = int((apart > share).sum()), int(apart.argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), apart.shape))
+    values = f"{float(theirs.flatten()[worst]):.6g}, not {float(mine.flatten()[worst]):.6g}"
+    if apart.numel() == 1:
+        return f"it is {values}"
+    percent = f"{100 * count / apart.numel():.3g} %"
+    where = index if len(index) > 1 else index[0]
+    exceed = f"{count} of {apart.numel()} elements ({percent}) exceed what rounding may make of one"
+    return f"{exceed}; the worst, at {where}, is {values}"
