@@ -86,7 +86,7 @@ def run(
     """
     try:
         twin = in_arithmetic(module, arithmetic)
-        with _context(arithmetic, nudge, native_constants):
+        with computing(arithmetic, nudge, native_constants):
             found = _training_pass(twin, recorded, arithmetic, seed)
             if evaluate:
                 found["eval"] = _eval_pass(twin, recorded, arithmetic, seed)
@@ -97,7 +97,10 @@ def run(
     return Passes({pass_: {n: _plain(t) for n, t in named.items()} for pass_, named in found.items()})
 
 
-def _context(arithmetic: str, nudge: torch.Generator | None, native_constants: bool) -> ExitStack:
+def computing(
+    arithmetic: str, nudge: torch.Generator | None = None, native_constants: bool = False
+) -> ExitStack:
+    """Inside, what ``in_arithmetic`` made is run; arguments as of ``run``."""
     stack = ExitStack()
     if arithmetic.startswith("shadow"):
         stack.enter_context(shadow_arithmetic(nudge, native_constants))
@@ -110,10 +113,9 @@ def _context(arithmetic: str, nudge: torch.Generator | None, native_constants: b
 
 def _training_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int) -> dict:
     leaves: list[Tensor] = []
-    args, kwargs = _fresh(recorded, arithmetic, leaves)
+    args, kwargs = fresh_inputs(recorded, arithmetic, leaves)
     seed_random_layers(seed)
-    # copies, since a module may write into its arguments and leaves must not be written into
-    outputs = recorded.call(twin, _copied(args), _copied(kwargs))
+    outputs = recorded.call(twin, own_copies(args), own_copies(kwargs))
     found = {"forward": _named(outputs)}
     if recorded.loss is not None:
         loss = recorded.loss(outputs, arithmetic)
@@ -128,13 +130,13 @@ def _training_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: i
 
 
 def _eval_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int) -> dict[str, Tensor]:
-    args, kwargs = _fresh(recorded, arithmetic, [])
+    args, kwargs = fresh_inputs(recorded, arithmetic, [])
     seed_random_layers(seed)
     with evaluation_mode(twin):
         return _named(recorded.call(twin, args, kwargs))
 
 
-def _fresh(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[tuple, dict]:
+def fresh_inputs(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[tuple, dict]:
     """The arguments in the arithmetic, leaves of their own; those that take a gradient go into ``leaves``."""
     dtype = torch.float64 if arithmetic.endswith("64") else None
 
@@ -150,7 +152,8 @@ def _fresh(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[t
     return pytree.tree_map_only(Tensor, fresh, (recorded.args, recorded.kwargs))
 
 
-def _copied(values: object) -> object:
+def own_copies(values: object) -> object:
+    """A network may write into what it is given, and leaves must not be written into."""
     return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad else t, values)
 
 
