@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from driftlab.arithmetic.flow import Flow
 from driftlab.arithmetic.flow_back import common
-from driftlab.arithmetic.prints import NEARLY
+from driftlab.arithmetic.prints import ABOUT, NEARLY
 
 
 class Cone:
@@ -32,6 +32,7 @@ class Cone:
     ):
         self._within = within
         self._values, self._uses, self._seen = own.values, own.uses(), other.seen()
+        self._others = [value.prints for value in other.values]
         self._right, self._known = right, {}
         self._absent = self._led([own.results[end] for end in ends if end in own.results])
         first = [n for n in sorted(self._absent) if self._absent.isdisjoint(self._values[n].inputs)]
@@ -57,7 +58,7 @@ class Cone:
         return self.scope() if self.first else None
 
     def _has(self, number: int) -> bool:
-        """Whether the other has it; constants do not count, and what holds no numbers is as what it is made of."""
+        """Whether the other has it; what holds no numbers is as what it is made of, constants are had."""
         if number not in self._known:
             value = self._values[number]
             if value.given or not value.fed:
@@ -99,12 +100,45 @@ class Cone:
         return any(p is not None and p.telling for p in prints)
 
     def _lifted(self, number: int) -> str:
-        """The module in which a value was made; of one that is right by itself, that which fed it wrongly."""
+        """The module in which a value was made, or that which holds what fed it wrongly.
+
+        It was where the module is right by itself, or what it is made of is there in another order.
+        """
         scope = common([self._values[n].scope for n in self._moved(number)])
-        made_in = [self._values[i].scope for i in self._values[number].inputs if not self._values[i].given]
+        if (turned := self._in_another_order(number)) is not None:
+            return common([scope, self._values[turned].scope])
         while scope and self._right(scope):
-            scope = common([scope.rpartition(".")[0], *made_in])
+            scope = common([scope.rpartition(".")[0], *self._came_from(number, scope)])
         return scope
+
+    def _in_another_order(self, number: int) -> int | None:
+        """The first of the values that one is made of that is there in another order alone."""
+        found = None
+        while True:
+            turned = (i for i in self._values[number].inputs if self._is_turned(i))
+            if (number := next(turned, -1)) < 0:
+                return found
+            found = number
+
+    def _is_turned(self, number: int) -> bool:
+        value = self._values[number]
+        if value.given or value.prints is None or not value.prints.telling:
+            return False
+        return self._seen.in_another_order(value.prints, self._others, self._within[number])
+
+    def _came_from(self, number: int, scope: str) -> set[str]:
+        """The modules outside of ``scope`` that made what went into it, on its way to a value."""
+        found, seen, waiting = set(), set(), list(self._values[number].inputs)
+        while waiting:
+            at = waiting.pop()
+            if at in seen or self._values[at].given:
+                continue
+            seen.add(at)
+            if f"{self._values[at].scope}.".startswith(f"{scope}."):
+                waiting += self._values[at].inputs
+            else:
+                found.add(self._values[at].scope)
+        return found
 
     def _moved(self, number: int) -> set[int]:
         """Where borders were moved: all up to the first values that the other nearly has.
@@ -112,16 +146,15 @@ class Cone:
         So they were where another module on that way is not right by itself either; else a fault of one is
         damped by those behind it.
         """
-        if self._nearly(number):
-            return {number}
+        at = self._values[number].scope
         inside, border = self._border(number, lambda n: n in self._absent and not self._nearly(n))
         reached = {n for n in border if n in self._absent}
         ended = any(not self._uses[n] for n in inside)
-        at = self._values[number].scope
         others = {self._values[n].scope for n in inside | reached}
         changed = any(not f"{at}.".startswith(f"{s}.".lstrip(".")) and not self._right(s) for s in others)
-        return inside | reached if reached and changed and not ended else {number}
+        slightly = any(self._nearly(n, ABOUT) for n in inside | reached if self._values[n].scope == at)
+        return inside | reached if reached and changed and not ended and not slightly else {number}
 
-    def _nearly(self, number: int) -> bool:
+    def _nearly(self, number: int, within: float = NEARLY) -> bool:
         prints = self._values[number].prints
-        return prints is not None and prints.telling and self._seen.has(prints, NEARLY)
+        return prints is not None and prints.telling and self._seen.has(prints, within)

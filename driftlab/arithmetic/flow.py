@@ -150,8 +150,10 @@ class Recorder(TorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> int:
+    """Where its numbers lie; of other kinds of tensors nobody knows, and no two share it."""
     inner = held(tensor)
-    return inner.untyped_storage().data_ptr() if inner.layout is torch.strided else id(tensor)
+    plain = type(inner) in (Tensor, nn.Parameter) and inner.layout is torch.strided and not inner.is_nested
+    return inner.untyped_storage().data_ptr() if plain else id(tensor)
 
 
 def _is_new(func: Callable) -> bool:

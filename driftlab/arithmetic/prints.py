@@ -8,6 +8,7 @@ and one whose slices are all there is there.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +20,9 @@ from driftlab.arithmetic.shadow import held
 Print = tuple[int, float, float, float, float]  # size, sums of |x|, x^2, x, x |x|
 # Two float64 computations of the same values agree to more digits than this, deep networks included.
 AGREE = 1e-9
-# A value that a small fault moved (an epsilon) is still itself; two layers' are further apart than this.
-NEARLY = 1e-4
+# A value that a small fault moved (an epsilon) is still itself, two layers' are further apart: of what may be
+# taken for another it must be near, of what a fault began with it need be less so.
+NEARLY, ABOUT = 1e-4, 1e-2
 # Heads, parts of a fused matrix, experts: what is split is split in few. Large tensors are not sliced, which
 # would take longer than computing them.
 SLICES, SMALLEST, LARGEST = 32, 4, 2**18
@@ -50,10 +52,11 @@ class Prints:
 
 def prints(tensor: Tensor) -> Prints | None:
     """None of what holds no floating number. A number that stands for minus infinity counts as one."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_nested or not tensor.numel():
         return None
     with _disable_current_modes(), torch.no_grad():
         values = held(tensor.detach())
+        values = values.to_dense() if values.layout is not torch.strided else values
         values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
         values = values.double().squeeze()
         values = torch.where(values.abs() < 1e8, values, 0.0)
@@ -64,6 +67,16 @@ def _sliced(values: Tensor) -> list[int]:
     if values.dim() < 2 or values.numel() > LARGEST:
         return []
     return [a for a, n in enumerate(values.shape) if n <= SLICES and values.numel() // n >= SMALLEST]
+
+
+def _same(own: Sequence[Print], other: Sequence[Print], within: float) -> bool:
+    if len(own) != len(other) or own[0][0] != other[0][0]:
+        return False
+    return all(
+        abs(a - b) <= within * size
+        for (_, *mine), (_, *theirs) in zip(own, other, strict=True)
+        for a, b, size in zip(mine, theirs, (mine[0], mine[1], mine[0], mine[1]), strict=True)
+    )
 
 
 def _along(values: Tensor, axis: int | None) -> tuple[Print, ...]:
@@ -90,6 +103,16 @@ class Seen:
         if self.find(wanted.whole, within):
             return True
         return any(all(self.find(p, within) for p in axis) for axis in wanted.slices)
+
+    def in_another_order(self, wanted: Prints, values: Sequence[Prints | None], within: float) -> bool:
+        """Whether its slices along an axis are there in another order alone."""
+        found = [p.slices for n in self.find(wanted.whole, within) if (p := values[n]) is not None]
+        axes = [axis for slices in found for axis in slices]
+        for own in wanted.slices:
+            alike = [axis for axis in axes if _same(sorted(own), sorted(axis), within)]
+            if alike and not any(_same(own, axis, within) for axis in alike):
+                return True
+        return False
 
     def find(self, wanted: Print, within: float = AGREE) -> list[int]:
         """The numbers of those that look like it."""

@@ -51,7 +51,7 @@ def placed(
         if not module and (deeper := first_wrong(found.local, deeper=True)):
             module, difference = deeper
         return _of(pair, module, difference)
-    place = Place(parted[0], _pass_of(pass_), 0, parted[1])
+    place = Place(parted[0], _pass_of(pass_, parted[0], wrong), 0, parted[1])
     if damped and _within(module, place.module):  # the border moved: what is seen of it is the parent's
         return place, (place.module and found.local.wrong(place.module)) or wrong[0]
     exacter = moved or not located or _within(place.module, module)
@@ -80,9 +80,12 @@ def _damped(found: Examination, off: float | None) -> bool:
     return bool(shown) and shown < SAME_BORDERS * min(off or 0.0, 1.0)
 
 
-def _pass_of(pass_: str) -> str:
-    """A gradient that arrives wrongly comes from an input gradient further on."""
-    return "input gradient" if pass_ == "weight gradient" else pass_
+def _pass_of(pass_: str, module: str, wrong: list[Difference]) -> str:
+    """Weights before a module get wrong gradients from its input gradient, its own perhaps not."""
+    if pass_ != "weight gradient":
+        return pass_
+    names = [d.name for d in wrong if d.pass_ == pass_]
+    return pass_ if module and all(_within(n, module) for n in names) else "input gradient"
 
 
 def _parted(found: Examination, pass_: str, wrong: list[Difference]) -> tuple[str, str] | None:
