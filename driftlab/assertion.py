@@ -140,7 +140,7 @@ def _message(opening: str, failed: Finding, examination: Examination) -> str:
     e = failed.evidence
     lines = [f"{opening}!", "", e.reading, *e.details.splitlines(), ""]
     if failed.place:
-        lines.append(f"Where: {failed.place.pass_} of {failed.place.module or 'the module itself'}")
+        lines.append(f"Where: {failed.place.pass_} of {failed.place.named or 'the module itself'}")
     if e.measured is not None:
         allowed = f" (up to {e.threshold:.3g} allowed)" if e.threshold is not None else ""
         lines.append(f"Measured: {e.measured:.3g}{allowed}, by the probe {e.probe!r}")

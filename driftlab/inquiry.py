@@ -87,6 +87,11 @@ def _is_float64(found: Examination) -> bool:
 
 def inquire(training: Training, found: Examined) -> tuple[SeedRecord, list[Finding]]:
     """From what the probes found on: the training's curves, and all that was found before and after it."""
+    record, findings = _inquired(training, found)
+    return record, [finding.naming(training.pair.counterparts) for finding in findings]
+
+
+def _inquired(training: Training, found: Examined) -> tuple[SeedRecord, list[Finding]]:
     with noticed(TRAINING):
         record = training.train(found)
     if settled_by(found.findings):

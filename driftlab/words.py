@@ -78,21 +78,38 @@ class Evidence:
 class Place:
     """Where a difference arises: a module by its name ("" the network, None unknown), a pass, the first step.
 
-    ``place.pass_`` is ``place["pass"]`` too, as ``verdict.json`` spells it.
+    ``module`` is the reference's, ``candidate_module`` that of the candidate which stands for it, None where
+    none is known. ``place.pass_`` is ``place["pass"]`` too, as ``verdict.json`` spells it.
     """
 
     module: str | None
     pass_: str
     step: int
+    candidate_module: str | None = None
 
     def as_dict(self) -> dict[str, str | int | None]:
-        return {"module": self.module, "pass": self.pass_, "step": self.step}
+        module, other = self.module, self.candidate_module
+        return {"module": module, "pass": self.pass_, "step": self.step, "candidate_module": other}
+
+    @classmethod
+    def from_dict(cls, stored: Mapping[str, Any]) -> Place:
+        """Raises KeyError where it is not what ``as_dict`` wrote, now or before it named the candidate's."""
+        return cls(stored["module"], stored["pass"], stored["step"], stored.get("candidate_module"))
+
+    @property
+    def named(self) -> str:
+        """The module, with the candidate's name for it where that is another; "" the network, or unknown."""
+        other = self.candidate_module
+        if other is None or other == self.module:
+            return self.module or ""
+        return f"{self.module or 'the network itself'} (the candidate's {other or 'network itself'})"
 
     def __getitem__(self, key: str) -> str | int | None:
         return self.as_dict()[key]
 
     def __str__(self) -> str:
-        where = f" of {self.module}" if self.module else " of the network itself" if self.module == "" else ""
+        nowhere = " of the network itself" if self.module == "" else ""
+        where = f" of {self.named}" if self.named else nowhere
         return f"the {self.pass_}{where}, since step {self.step}"
 
 
@@ -120,9 +137,18 @@ class Finding:
 
     def at_step(self, step: int) -> Finding:
         """The same, with the step from which it shows, in its place and in its sentence."""
-        if self.place is None:
+        return self if self.place is None else self._at(replace(self.place, step=step))
+
+    def naming(self, counterparts: Mapping[str, str]) -> Finding:
+        """The same, with the candidate's name of its place, where it has none yet and one is known."""
+        place = self.place
+        if place is None or place.candidate_module is not None:
             return self
-        place = replace(self.place, step=step)
+        if place.module is None or place.module not in counterparts:
+            return self
+        return self._at(replace(place, candidate_module=counterparts[place.module]))
+
+    def _at(self, place: Place) -> Finding:
         reading = self.says.replace("{place}", str(place)) if self.says else self.evidence.reading
         return replace(self, evidence=replace(self.evidence, reading=reading), place=place)
 
@@ -139,9 +165,7 @@ class Finding:
         own = {f.name: values.pop(f.name) for f in fields(cls) if f.name in values}
         values["supports"] = Verdict(supports) if supports else None
         values["status"] = Status(values.get("status", Status.ANSWERED))
-        found = cls(
-            Evidence(**values), Place(place["module"], place["pass"], place["step"]) if place else None
-        )
+        found = cls(Evidence(**values), Place.from_dict(place) if place else None)
         own.setdefault("says", found.evidence.reading.replace(str(found.place), "{place}"))
         own.setdefault("off_path", found.evidence.probe in _OFF_THE_PATH)
         return replace(found, **own | {"supersedes": tuple(own.get("supersedes", ()))})

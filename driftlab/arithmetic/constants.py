@@ -26,6 +26,13 @@ WITHIN = 4.0
 TRIALS = ("by chance", "by chance", "all", "rows")
 
 
+def besides_constants(pair: Pair, whole: Recorded, wrong: list[Difference]) -> list[Difference]:
+    """``wrong`` without what stored constants explain, where larger differences stand beside it."""
+    larger = [d for d in wrong if not d.relative < LARGEST or d.overflows]
+    small = [d for d in wrong if d not in larger]
+    return larger if larger and small and rounded_constants(pair, whole, small) else wrong
+
+
 def rounded_constants(pair: Pair, whole: Recorded, wrong: list[Difference]) -> str | None:
     """What explains ``wrong``, in words; None where stored constants do not."""
     if not wrong or any(not d.relative < LARGEST or d.overflows or d.excess("shadow") <= 1 for d in wrong):
@@ -61,7 +68,7 @@ def _gone_natively(pair: Pair, whole: Recorded, wrong: list[Difference]) -> bool
 def _explains(pair: Pair, role: str, whole: Recorded, wrong: list[Difference]) -> bool:
     """Whether the constants of one of the two, moved by a unit in the last place, make as much difference."""
     module = getattr(pair, role)
-    own = _own_names(pair, role)
+    own = own_constants(pair, role)
     try:
         still = run(module, whole, "shadow", pair.seed)
         moved = [_moved(module, own, whole, pair.seed, trial) for trial in enumerate(TRIALS)]
@@ -76,7 +83,7 @@ def _response(still: Passes, moved: Passes, pass_: str) -> float:
     return max((distance(b, a) for a, b in pairs if b is not None), default=0.0)
 
 
-def _own_names(pair: Pair, role: str) -> list[str]:
+def own_constants(pair: Pair, role: str) -> list[str]:
     """Floating parameters and buffers of one network that the other has no equal of."""
     module = getattr(pair, role)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -100,6 +107,14 @@ def _direction(tensor: Tensor, how: str, generator: torch.Generator) -> Tensor:
 
 def _moved(module: nn.Module, names: list[str], whole: Recorded, seed: int, trial: tuple[int, str]) -> Passes:
     """A run with each constant, and each of the tensors ``names``, moved by one unit in the last place."""
+    twin, generator = nudged(module, names, trial)
+    return run(twin, whole, "shadow", seed, nudge=generator)
+
+
+def nudged(
+    module: nn.Module, names: list[str], trial: tuple[int, str] = (0, TRIALS[0])
+) -> tuple[nn.Module, torch.Generator]:
+    """A copy with the tensors ``names`` moved by a unit in the last place; what moves its other constants."""
     twin, generator = copied(module), torch.Generator().manual_seed(trial[0])
     for name in names:
         prefix, _, key = name.rpartition(".")
@@ -107,4 +122,4 @@ def _moved(module: nn.Module, names: list[str], whole: Recorded, seed: int, tria
         with torch.no_grad():
             away = torch.where(tensor < 0, -torch.inf, torch.inf).to(tensor)
             tensor.copy_(torch.nextafter(tensor, away * _direction(tensor, trial[1], generator)))
-    return run(twin, whole, "shadow", seed, nudge=generator)
+    return twin, generator

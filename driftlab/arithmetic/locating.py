@@ -31,6 +31,8 @@ from driftlab.network.pair import Pair
 SAME_BORDERS = 1e-2
 # Inputs that differ by no more than what float32, or bfloat16 upstream, makes of them.
 SAME_INPUTS = 1e-2
+# Two float64 sums of the same gradients, shared otherwise among equal entries, agree to more than this.
+SAME_SUM = 1e-9
 # Where the whole network agrees on its whole batch, its modules are looked at on this many samples.
 FEW_SAMPLES = 8
 # All calls of a module are made anew where there are no more than these: the cost is theirs once more.
@@ -116,7 +118,7 @@ class Local:
             return self._wrong_in_sequence(name) or next(iter(found), None)
         if not found:
             return None
-        if found[0].pass_ == "input gradient" and not self._wrong_without_ties(name):
+        if found[0].pass_ == "input gradient" and not self._lost(name) and not self._wrong_without_ties(name):
             return None
         return found[0]
 
@@ -130,6 +132,13 @@ class Local:
         found = self._sequences[name].wrong() if self._sequences[name] else []
         return found[0] if found and found[0].pass_ != "input gradient" else None
 
+    def right(self, name: str) -> bool:
+        """Whether it is known to be right by itself; nothing is known of what the candidate does not call."""
+        paired = name in self.counterparts and bool(self.calls.get(name))
+        if paired and self.theirs is not None and not self.theirs.get(self.counterparts[name]):
+            return False
+        return paired and bool(self.comparisons(name)) and self.wrong(name) is None
+
     def _compare(self, name: str, call: Recorded) -> Comparison | None:
         mine, theirs = self.pair(name)
         try:
@@ -138,6 +147,23 @@ class Local:
             return compare(mine, theirs, call, self.read, **options)
         except CannotRunError:
             return None
+
+    def _lost(self, name: str) -> bool:
+        """Whether another sum of gradients comes back: equal entries share one, and lose nothing of it.
+
+        What ReLU sends back at exact zeros is no share of anything.
+        """
+        for call in self.calls[name]:
+            try:
+                both = [run(m, call, "float64", self.seed, False) for m in self.pair(name)]
+            except CannotRunError:
+                return False
+            own, other = (p.tensors["input gradient"] for p in both)
+            for key, tensor in own.items():
+                margin = SAME_SUM * float(tensor.abs().sum())
+                if key in other and not abs(float(tensor.sum() - other[key].sum())) <= margin:
+                    return True
+        return False
 
     def _wrong_without_ties(self, name: str) -> bool:
         """Where the largest entries of a window are equal, either may get the gradient. Noise breaks ties."""
@@ -157,26 +183,29 @@ def local_calls(pair: Pair, batch: tuple[object, object]) -> Local:
     return Local(*both, calls, theirs, pair.seed, pair.comparable, pair.judged)
 
 
-def first_wrong(local: Local) -> tuple[str, Difference] | None:
+def first_wrong(local: Local, deeper: bool = False) -> tuple[str, Difference] | None:
     """The first module in the order of execution, and its pass, that differs by itself; from the outside in.
 
     Only what lies in a wrong module is looked at: inside a right one a rewrite may have moved the borders.
+
+    Args:
+        deeper: whether inside a pair that takes other arguments too, where they may have been moved as well.
     """
     place, inside = None, ""
     while True:
-        found = _first_wrong_child(local, inside)
+        found = _first_wrong_child(local, inside, deeper)
         if found is None:
             return place
         place, inside = found, found[0]
 
 
-def _first_wrong_child(local: Local, inside: str) -> tuple[str, Difference] | None:
+def _first_wrong_child(local: Local, inside: str, deeper: bool) -> tuple[str, Difference] | None:
     """The first in the order of execution that is given the right inputs and is wrong.
 
     One that gives its channels in another order is taken last, and only where every part has its counterpart:
     else what reads them may well expect that order.
     """
-    children, reordered = _children(local, inside), None
+    children, reordered = _children(local, inside, deeper), None
     for name in children:
         wrong = local.wrong(name) if local.aligned(name) else None
         if wrong and wrong.pass_ == "forward" and local.reordered(name):
@@ -188,11 +217,19 @@ def _first_wrong_child(local: Local, inside: str) -> tuple[str, Difference] | No
     return reordered if complete else None
 
 
-def _children(local: Local, inside: str) -> list[str]:
-    """The paired modules right below ``inside``; those of an unpaired one count as its parent's."""
+def _children(local: Local, inside: str, deeper: bool) -> list[str]:
+    """The paired modules right below ``inside``; those of an unpaired one count as its parent's.
+
+    ``deeper``: so do those of a pair that takes other arguments.
+    """
     below = f"{inside}." if inside else ""
     names = [n for n in local.calls if n in local.counterparts and n.startswith(below) and n != inside]
-    return [n for n in names if not any(n.startswith(f"{o}.") for o in names if o != n)]
+    found: list[str] = []
+    for name in sorted(names, key=lambda n: n.count(".")):  # from the outside in
+        covered = any(name.startswith(f"{o}.") for o in found)
+        if not covered and (not deeper or local.comparisons(name)):
+            found.append(name)
+    return [n for n in names if n in found]
 
 
 def _same_sorted(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:

@@ -108,7 +108,7 @@ def run(
             in_arithmetic(module, arithmetic),
             Named(beside.tensors if beside else None, outputs or Outputs(), _plain),
         )
-        with _context(arithmetic, nudge, native_constants):
+        with computing(arithmetic, nudge, native_constants):
             found = _training_pass(twin, recorded, arithmetic, seed, named)
             if evaluate:
                 found["eval"], left = _eval_pass(twin, recorded, arithmetic, seed, named)
@@ -121,7 +121,10 @@ def run(
     return Passes(plain, named.spare, named.carried)
 
 
-def _context(arithmetic: str, nudge: torch.Generator | None, native_constants: bool) -> ExitStack:
+def computing(
+    arithmetic: str, nudge: torch.Generator | None = None, native_constants: bool = False
+) -> ExitStack:
+    """Inside, what ``in_arithmetic`` made is run; arguments as of ``run``."""
     stack = ExitStack()
     if arithmetic.startswith("shadow"):
         stack.enter_context(shadow_arithmetic(nudge, native_constants))
@@ -136,10 +139,9 @@ def _training_pass(
     twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int, named: Named
 ) -> dict[str, dict[str, Tensor]]:
     leaves: list[Tensor] = []
-    args, kwargs = _fresh(recorded, arithmetic, leaves)
+    args, kwargs = fresh_inputs(recorded, arithmetic, leaves)
     seed_random_layers(seed)
-    # copies, since a module may write into its arguments and leaves must not be written into
-    given = _copied(args), _copied(kwargs)
+    given = own_copies((args, kwargs))
     outputs = recorded.call(twin, *given)
     by_name = named.of(outputs, "forward")
     found = {"forward": _own(by_name), "side effect": _left(given, recorded, "training")}
@@ -160,7 +162,7 @@ def _training_pass(
 def _eval_pass(
     twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int, named: Named
 ) -> tuple[dict, dict]:
-    given = _fresh(recorded, arithmetic, [])
+    given = fresh_inputs(recorded, arithmetic, [])
     seed_random_layers(seed)
     with evaluation_mode(twin):
         return _own(named.of(recorded.call(twin, *given), "eval")), _left(given, recorded, "eval")
@@ -174,7 +176,7 @@ def _left(given: tuple[tuple, dict], recorded: Recorded, mode: str) -> dict[str,
     return {f"{mode} {i}": t.detach().clone() for i, t in enumerate(tensors)}
 
 
-def _fresh(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[tuple, dict]:
+def fresh_inputs(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[tuple, dict]:
     """The arguments in the arithmetic, leaves of their own; those that take a gradient go into ``leaves``."""
     dtype = torch.float64 if arithmetic.endswith("64") else None
 
@@ -190,7 +192,8 @@ def _fresh(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[t
     return pytree.tree_map_only(Tensor, fresh, (recorded.args, recorded.kwargs))
 
 
-def _copied(values: object) -> object:
+def own_copies(values: object) -> object:
+    """A network may write into what it is given, and leaves must not be written into."""
     return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad else t, values)
 
 

@@ -1,161 +1,131 @@
 """Where two networks part whose modules cannot be paired: by the values that pass through them.
 
-A candidate built in another way, under other names, still has to come by what the reference's layers give.
-So the reference is run in float64, and every tensor that the candidate makes on the way is looked up, in any
-order and layout: number of entries, sum of absolute values, 2-norm. The first layer whose result the
-candidate never has, though it has what went into it, is where they part; backward likewise, from the loss.
+A candidate built in another way, under other names, still has to come by what the reference computes. So all
+that either makes on its way is recorded (``flow``). From the loss one goes up the flow of the reference,
+through values that the candidate never has, until each is made of values that it has: there they part. What a
+rewrite computes in another way and rightly leads to a value that both have, and is not come by. The same from
+the candidate's side gives the place under its own name; the flow of the gradients, from those that are wrong,
+gives a fault of the backward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from driftlab.arithmetic.passes import Recorded, own_inputs
-from driftlab.network.calling import cast, copied, named_leaves, seed_random_layers
+from driftlab.arithmetic.cone import Cone
+from driftlab.arithmetic.constants import WITHIN, nudged
+from driftlab.arithmetic.flow import Flow, Recorder, Scopes
+from driftlab.arithmetic.flow_back import Steps
+from driftlab.arithmetic.passes import Recorded, computing, fresh_inputs, in_arithmetic, own_copies
+from driftlab.arithmetic.prints import AGREE
+from driftlab.network.calling import evaluation_mode, named_leaves, seed_random_layers
 
-Print = tuple[int, float, float]
-# Two float64 computations of the same layer agree to more digits than this, deep networks included.
-AGREE = 1e-9
-# Below this share of layers found, the candidate computes otherwise altogether, and nothing is said.
-ENOUGH = 0.5
-
-
-@dataclass
-class _Call:
-    module: str
-    inputs: list[Print]
-    outputs: list[Print] = field(default_factory=list)
-    gradients: list[Print] = field(default_factory=list)
-    input_gradients: list[Print] = field(default_factory=list)
+Right = Callable[[str], bool]
 
 
-class _Seen(TorchDispatchMode):
-    """The prints of every floating tensor that any operation makes."""
+@dataclass(frozen=True)
+class Traced:
+    """One network of the two.
 
-    def __init__(self):
-        super().__init__()
-        self.prints: dict[int, list[tuple[float, float]]] = {}
+    Attributes:
+        ends: its outputs that are wrong, its parameters and inputs whose gradients are, by name.
+        right: whether a module, by its name, is known to be right by itself.
+        constants: its tensors that the other has no equal of.
+    """
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch would import it first: two seconds
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel():
-                size, *numbers = _print(tensor)
-                self.prints.setdefault(size, []).append(tuple(numbers))
-        return out
-
-    def has(self, wanted: list[Print]) -> bool:
-        return all(any(_near(w, (w[0], *p)) for p in self.prints.get(w[0], ())) for w in wanted)
-
-
-def _print(tensor: Tensor) -> Print:
-    values = tensor.detach().double()
-    return values.numel(), float(values.abs().sum()), float(torch.linalg.vector_norm(values))
-
-
-def _near(a: Print, b: Print) -> bool:
-    return all(abs(x - y) <= AGREE * max(abs(x), abs(y)) for x, y in zip(a, b, strict=True))
+    network: nn.Module
+    ends: Sequence[str]
+    right: Right
+    constants: list[str] = field(default_factory=list)
 
 
 def parting(
-    reference: nn.Module, candidate: nn.Module, whole: Recorded, seed: int = 0
-) -> tuple[str, str] | None:
-    """The module of the reference, and the pass, where the two part; None where that cannot be told.
+    reference: Traced, candidate: Traced, whole: Recorded, arithmetic: str, pass_: str, seed: int = 0
+) -> tuple[str, str | None] | None:
+    """The innermost module of the reference in which the two part, and that of the candidate, if it is seen.
 
-    Both must run in float64. "" is the network's own code.
+    "" is the network's own code; None where nothing is seen to part.
+
+    Args:
+        arithmetic: in which rounding is gone.
+        pass_: "forward" or "eval"; any other is the backward pass.
     """
-    calls = _leaf_calls(reference, whole, seed)
-    seen = _Seen()
-    with seen:
-        _step(copied(candidate).double(), whole, seed)
-    found = [seen.has(call.outputs) for call in calls]
-    if not calls or sum(found) < ENOUGH * len(calls):
-        return None
-    return _forward(calls, found, seen) or _backward(calls, seen)
-
-
-def _forward(calls: list[_Call], found: list[bool], seen: _Seen) -> tuple[str, str] | None:
-    for index, (call, right) in enumerate(zip(calls, found, strict=True)):
-        if not right and not _passed_on(call, calls[index + 1 :], found[index + 1 :]):
-            before = calls[index - 1].module if index else ""
-            return (call.module if seen.has(call.inputs) else _above(before, call.module)), "forward"
+    both = reference, candidate
+    flows = [_recorded(traced.network, whole, arithmetic, pass_, seed) for traced in both]
+    margins = [_margins(t, f, whole, arithmetic, pass_, seed) for t, f in zip(both, flows, strict=True)]
+    for narrower in (1, 4, 16):  # what is known to be wrong may not be taken for the same
+        mine, theirs = (
+            Cone(own, other, traced.ends, traced.right, [max(AGREE, w / narrower) for w in within])
+            for own, other, traced, within in zip(flows, reversed(flows), both, margins, strict=True)
+        )
+        if mine.first:
+            return mine.scope(), theirs.scope_beside(mine)
     return None
 
 
-def _passed_on(call: _Call, later: list[_Call], found: list[bool]) -> bool:
-    """Whether what was made of its result is there, so that it was right, and part of something larger."""
-    consumers = [right for c, right in zip(later, found, strict=True) if set(call.outputs) & set(c.inputs)]
-    return any(consumers)
+def _margins(
+    traced: Traced, flow: Flow, whole: Recorded, arithmetic: str, pass_: str, seed: int
+) -> list[float]:
+    """How far from each value that of the other may lie, for constants that one of them stores in float32."""
+    if arithmetic != "shadow":
+        return [AGREE] * len(flow.values)
+    twin, generator = nudged(traced.network, traced.constants)
+    moved = _recorded(twin, whole, arithmetic, pass_, seed, generator).values
+    if len(moved) != len(flow.values):
+        return [AGREE] * len(flow.values)
+    pairs = ((v.prints, m.prints) for v, m in zip(flow.values, moved, strict=True))
+    return [max(AGREE, WITHIN * a.apart(b)) if a and b else AGREE for a, b in pairs]
 
 
-def _backward(calls: list[_Call], seen: _Seen) -> tuple[str, str] | None:
-    after = ""
-    for call in reversed(calls):
-        if call.gradients and not seen.has(call.gradients):
-            return _above(call.module, after), "input gradient"
-        if call.input_gradients and not seen.has(call.input_gradients):
-            return call.module, "input gradient"
-        after = call.module
-    return None
+def _recorded(
+    network: nn.Module,
+    whole: Recorded,
+    arithmetic: str,
+    pass_: str,
+    seed: int,
+    nudge: torch.Generator | None = None,
+) -> Flow:
+    twin, leaves = in_arithmetic(network, arithmetic), []
+    with computing(arithmetic, nudge, native_constants=nudge is not None):
+        args, kwargs = fresh_inputs(whole, arithmetic, leaves)
+        given = own_copies((args, kwargs))
+        seed_random_layers(seed)
+        if pass_ in ("forward", "eval"):
+            return _forward(twin, whole, given, arithmetic, pass_ == "eval")
+        inputs = {str(number): leaf for number, leaf in enumerate(leaves)}
+        return _backward(twin, whole, given, arithmetic, dict(twin.named_parameters()) | inputs)
 
 
-def _above(one: str, other: str) -> str:
-    """The innermost module that holds both, and is neither."""
-    shared = []
-    for a, b in zip(one.split(".")[:-1], other.split(".")[:-1], strict=False):
-        if a != b:
-            break
-        shared.append(a)
-    return ".".join(shared)
+def _forward(twin: nn.Module, whole: Recorded, given: tuple, arithmetic: str, evaluate: bool) -> Flow:
+    """What is made up to the loss; up to the outputs in eval mode, as evaluation has no loss."""
+    recorder = Recorder(Scopes(twin))
+    inputs = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+    recorder.given(list(twin.parameters()), inputs)
+    with ExitStack() as inside:
+        inside.enter_context(recorder)
+        if evaluate:
+            inside.enter_context(evaluation_mode(twin))
+        outputs = whole.call(twin, *given)
+        ends = named_leaves(outputs)
+        if not evaluate and whole.loss is not None:
+            ends = {"loss": whole.loss(outputs, arithmetic)} | ends
+        recorder.flow.results = {name: recorder.number(tensor) for name, tensor in ends.items()}
+    return recorder.flow
 
 
-def _leaf_calls(reference: nn.Module, whole: Recorded, seed: int) -> list[_Call]:
-    """Every call of every module that has none below it, in the order of execution, in float64."""
-    network, calls = copied(reference).double(), []
-    for name, module in network.named_modules():
-        if name and next(module.children(), None) is None:
-            _watch(module, name, calls)
-    _step(network, whole, seed)
-    return calls
-
-
-def _watch(module: nn.Module, name: str, calls: list[_Call]) -> None:
-    waiting: list[_Call] = []
-
-    def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        floats = [
-            t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.is_floating_point()
-        ]
-        call = _Call(name, [_print(t) for t in floats])
-        for tensor in floats:
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(
-                    lambda g: call.input_gradients.append(_print(g)) if len(floats) == 1 else None
-                )
-        waiting.append(call)
-
-    def after(_: nn.Module, args: tuple, output: object) -> None:
-        call = waiting.pop()
-        for tensor in named_leaves(output).values():
-            call.outputs.append(_print(tensor))
-            if tensor.requires_grad:
-                tensor.register_hook(lambda g: call.gradients.append(_print(g)))
-        calls.append(call)
-
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
-
-
-def _step(network: nn.Module, whole: Recorded, seed: int) -> None:
-    args, kwargs = cast(own_inputs(whole), torch.float64)
-    seed_random_layers(seed)
-    whole.send_back(whole.call(network, args, kwargs), "float64")
+def _backward(
+    twin: nn.Module, whole: Recorded, given: tuple, arithmetic: str, leaves: Mapping[str, Tensor]
+) -> Flow:
+    steps = Steps()
+    Scopes(twin, steps.claim)
+    loss = whole.loss(whole.call(twin, *given), arithmetic)
+    steps.claim(loss, "")
+    steps.watch()
+    loss.backward()
+    return steps.flow(leaves)

@@ -91,7 +91,7 @@ def examine(found: Examination, probes: Iterable[Probe]) -> Iterable[Finding]:
     """
     for probe in probes:
         with nullcontext() if probe.as_compiled else eager():
-            new = _asked(probe, found)
+            new = [f.naming(found.pair.counterparts) for f in _asked(probe, found)]
         found.findings += new
         yield from new
         if found.supports(Verdict.NONDETERMINISTIC) and not found.supports(Verdict.BUG):

@@ -8,15 +8,14 @@ from dataclasses import replace
 import torch
 
 from driftlab.arithmetic.comparison import Comparison
-from driftlab.arithmetic.constants import rounded_constants
+from driftlab.arithmetic.constants import besides_constants, rounded_constants
 from driftlab.arithmetic.difference import Difference
-from driftlab.arithmetic.locating import SAME_BORDERS, first_wrong, slightly_wrong
+from driftlab.arithmetic.locating import first_wrong, slightly_wrong
 from driftlab.arithmetic.passes import CannotRunError, run
-from driftlab.arithmetic.tracing import parting
-from driftlab.blame import not_ours
 from driftlab.probes.details import details
 from driftlab.probes.determinism import wavers
 from driftlab.probes.examination import Examination
+from driftlab.probes.placing import owner, placed
 from driftlab.probes.probe import Probe
 from driftlab.probes.random_streams import drawn_otherwise
 from driftlab.rounding import HALFWAY
@@ -36,19 +35,23 @@ def ask(found: Examination) -> Iterator[Finding]:
     if not wrong and located is None:
         yield _same(found, network)
         return
-    module, difference = located or (_owner(wrong), wrong[0])
-    if (why := rounded_constants(found.pair, found.whole, wrong or [difference])) is not None:
+    if (why := rounded_constants(found.pair, found.whole, wrong or [located[1]])) is not None:
         found.narrow_constants = True
         yield _same(found, network, why)
         return
+    if located is None:
+        wrong = besides_constants(found.pair, found.whole, wrong)
+    module, difference = located or (owner(wrong, found.pair.fold), wrong[0])
     if (wavering := wavers(found, module)) is not None:
         yield wavering
         return
-    place = _other_weights(found, difference) or Place(*_placed(found, module, difference), 0)
+    place, difference = placed(found, module, wrong or [difference], located)
+    arrives = bool(module) and located is None and place.module == module
     # found on some samples of the batch alone: this training may come to it later
     on_few = not wrong and not found.local.wrong(module)
     excess = min(_excess_of(difference, network), 1e300) * HALFWAY
-    says = _wrong(difference, network) + (_IN_EVALUATION if _same_in_evaluation(found) else "")
+    says = _arrives(difference) if arrives else _wrong(difference, network)
+    says += _IN_EVALUATION if _same_in_evaluation(found) else ""
     accused = PROBE.finding(excess, Verdict.BUG, says, place)
     more = details(found, located[0] if located else "", difference, few=not wrong)
     accused = replace(accused, evidence=replace(accused.evidence, details=more))
@@ -124,6 +127,12 @@ def _same_in_evaluation(found: Examination) -> bool:
     return not wrong or rounded_constants(alone.pair, alone.whole, wrong) is not None
 
 
+def _arrives(difference: Difference) -> str:
+    """Of a module that a wrong gradient or buffer belongs to, and that is not wrong by itself."""
+    off = f"{difference.name} is {difference.relative:.2g} (relative) off"
+    return f"{{place}}: {off}; each of its calls is right by itself, so that what arrives there is wrong"
+
+
 def _untrained(found: Examination) -> list[str]:
     """Reference parameters that get a gradient and have nothing in the candidate that could hold them."""
     pair = found.pair
@@ -142,54 +151,6 @@ def _not_trained(missed: list[str]) -> Finding:
     says = f"{names}: trained in the reference, and among the candidate's parameters there is none for it"
     place = Place(missed[0].rpartition(".")[0], "update", 0)
     return PROBE.finding(float(len(missed)), Verdict.BUG, says, place, threshold=0.0)
-
-
-def _other_weights(found: Examination, difference: Difference) -> Place | None:
-    """Where a parameter starts from another value, which is what makes the function another."""
-    grave = [s.place for s in found.start if s.supports is Verdict.BUG and s.measured]
-    return next((p for p in grave if p.pass_ == difference.pass_ == "forward"), None)
-
-
-def _owner(wrong: list[Difference]) -> str:
-    """The module whose gradients or buffers alone are wrong, though each of its calls is right.
-
-    A tie undone, statistics that miss one of two calls.
-    """
-    pass_ = wrong[0].pass_
-    owners = {d.name.rpartition(".")[0] for d in wrong if d.pass_ == pass_}
-    return owners.pop() if len(owners) == 1 and pass_ in ("weight gradient", "buffer") else ""
-
-
-def _placed(found: Examination, module: str, difference: Difference) -> tuple[str, str]:
-    """The place by pairs of modules, or a more exact one by the values on the way.
-
-    Values are asked where the pairs end at a module with others inside, or at one so far off that its borders
-    may have moved. A module that they accuse, and that is right by itself, was used wrongly: the fault is
-    around it.
-    """
-    pair, local, pass_ = found.pair, found.local, difference.pass_
-    whole = not module or next(pair.reference.get_submodule(module).children(), None) is not None
-    moved = pass_ == "forward" and not difference.relative < SAME_BORDERS
-    complete = all(n in local.counterparts for n in local.calls)
-    moved = moved and not complete and not (module and local.permuted(module))
-    asked = pass_ in ("forward", "input gradient", "weight gradient") and found.float64
-    parted = _parted(found) if asked and (whole or moved) else None
-    if parted is None or (parted[1] == "forward") != (pass_ == "forward"):
-        return module, pass_
-    name, where = parted
-    paired = name in local.counterparts and bool(local.calls.get(name))
-    if paired and local.comparisons(name) and local.wrong(name) is None:
-        name = name.rpartition(".")[0]
-    inside = f"{module}." if module else ""
-    return (name, where) if moved or name.startswith(inside) else (module, pass_)
-
-
-def _parted(found: Examination) -> tuple[str, str] | None:
-    try:
-        return parting(found.pair.reference, found.pair.candidate, found.whole, found.pair.seed)
-    except Exception as error:  # a module that takes no hooks, or a kernel that cannot be watched
-        not_ours(error)
-        return None
 
 
 PROBE = Probe(

@@ -172,8 +172,12 @@ def test_what_is_stored_reads_back_and_so_does_what_was_stored_before():
     place = Place("conv", "forward", 0)
     full = function.PROBE.finding(2.0, Verdict.BUG, "{place}: off", place)
     assert Finding.from_dict(full.as_dict()) == full
+    both = full.naming({"conv": "layer.conv"})
+    assert both.evidence.reading == "the forward of conv (the candidate's layer.conv), since step 0: off"
+    assert Finding.from_dict(both.as_dict()) == both
     older = ("place", "probe", "question", "measured", "threshold", "supports", "reading")
     old = {k: v for k, v in full.as_dict().items() if k in older}
+    del old["place"]["candidate_module"]
     read = Finding.from_dict(old | {"probe": "update"})
     assert read.off_path
     assert read.at_step(7).evidence.reading == "the forward of conv, since step 7: off"

@@ -1,0 +1,160 @@
+"""What leads to one network's results and is never come by in the other, and where that begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from driftlab.arithmetic.flow import Flow
+from driftlab.arithmetic.flow_back import common
+from driftlab.arithmetic.prints import ABOUT, NEARLY
+
+
+class Cone:
+    """The absent values that lead to ``ends`` of a flow, gone up from them through absent ones alone.
+
+    Args:
+        own, other: the flows of the two networks; a value is absent that ``other`` has nowhere.
+        ends: results of ``own`` that are wrong, by name.
+        right: whether a module is known to be right by itself.
+        within: how far from the prints of each value those of the same value may be, relative.
+
+    Attributes:
+        first: those that are made of values that are there.
+    """
+
+    def __init__(
+        self,
+        own: Flow,
+        other: Flow,
+        ends: Iterable[str],
+        right: Callable[[str], bool],
+        within: Sequence[float],
+    ):
+        self._within = within
+        self._values, self._uses, self._seen = own.values, own.uses(), other.seen()
+        self._others = [value.prints for value in other.values]
+        self._right, self._known = right, {}
+        self._absent = self._led([own.results[end] for end in ends if end in own.results])
+        first = [n for n in sorted(self._absent) if self._absent.isdisjoint(self._values[n].inputs)]
+        self.first = [n for n in first if not self._made_up_for(n)] or first
+
+    def scope(self) -> str:
+        """The innermost module that holds all of the beginning."""
+        return common([self._lifted(n) for n in self.first])
+
+    def scope_beside(self, other: Cone) -> str | None:
+        """The module in which this network parts from the other, where that one begins to part from it.
+
+        It is where what the other's beginning is made of goes another way, or is not gone on with at all.
+        """
+        made_of = {i for n in other.first for i in other._values[n].inputs if not other._values[i].given}
+        prints = ((other._values[i].prints, other._within[i]) for i in made_of)
+        there = {n for p, within in prints if p and p.telling for n in other._seen.find(p.whole, within)}
+        beside = [n for n in self.first if there.intersection(self._values[n].inputs)]
+        if beside:
+            return common([self._lifted(n) for n in beside])
+        if there:
+            return self._values[max(there)].scope
+        return self.scope() if self.first else None
+
+    def _has(self, number: int) -> bool:
+        """Whether the other has it; what holds no numbers is as what it is made of, constants are had."""
+        if number not in self._known:
+            value = self._values[number]
+            if value.given or not value.fed:
+                known = True
+            elif value.prints is None:
+                known = all(map(self._has, value.inputs))
+            else:
+                known = self._seen.has(value.prints, self._within[number])
+            self._known[number] = known
+        return self._known[number]
+
+    def _led(self, ends: list[int]) -> set[int]:
+        found, waiting = set(), ends
+        while waiting:
+            number = waiting.pop()
+            if number not in found and not self._has(number):
+                found.add(number)
+                waiting += self._values[number].inputs
+        return found
+
+    def _border(self, number: int, inner: Callable[[int], bool]) -> tuple[set[int], set[int]]:
+        """What is made of a value as far as it is ``inner``, and what is made of that."""
+        inside, border, waiting = {number}, set(), list(self._uses[number])
+        while waiting:
+            at = waiting.pop()
+            if at in inside or at in border:
+                continue
+            if inner(at):
+                inside.add(at)
+                waiting += self._uses[at]
+            else:
+                border.add(at)
+        return inside, border
+
+    def _made_up_for(self, number: int) -> bool:
+        """Whether something made of it is there, so that it was right, and in another form."""
+        _, border = self._border(number, lambda n: not self._has(n))
+        prints = (self._values[n].prints for n in border)
+        return any(p is not None and p.telling for p in prints)
+
+    def _lifted(self, number: int) -> str:
+        """The module in which a value was made, or that which holds what fed it wrongly.
+
+        It was where the module is right by itself, or what it is made of is there in another order.
+        """
+        scope = common([self._values[n].scope for n in self._moved(number)])
+        if (turned := self._in_another_order(number)) is not None:
+            return common([scope, self._values[turned].scope])
+        while scope and self._right(scope):
+            scope = common([scope.rpartition(".")[0], *self._came_from(number, scope)])
+        return scope
+
+    def _in_another_order(self, number: int) -> int | None:
+        """The first of the values that one is made of that is there in another order alone."""
+        found = None
+        while True:
+            turned = (i for i in self._values[number].inputs if self._is_turned(i))
+            if (number := next(turned, -1)) < 0:
+                return found
+            found = number
+
+    def _is_turned(self, number: int) -> bool:
+        value = self._values[number]
+        if value.given or value.prints is None or not value.prints.telling:
+            return False
+        return self._seen.in_another_order(value.prints, self._others, self._within[number])
+
+    def _came_from(self, number: int, scope: str) -> set[str]:
+        """The modules outside of ``scope`` that made what went into it, on its way to a value."""
+        found, seen, waiting = set(), set(), list(self._values[number].inputs)
+        while waiting:
+            at = waiting.pop()
+            if at in seen or self._values[at].given:
+                continue
+            seen.add(at)
+            if f"{self._values[at].scope}.".startswith(f"{scope}."):
+                waiting += self._values[at].inputs
+            else:
+                found.add(self._values[at].scope)
+        return found
+
+    def _moved(self, number: int) -> set[int]:
+        """Where borders were moved: all up to the first values that the other nearly has.
+
+        So they were where another module on that way is not right by itself either; else a fault of one is
+        damped by those behind it.
+        """
+        at = self._values[number].scope
+        inside, border = self._border(number, lambda n: n in self._absent and not self._nearly(n))
+        reached = {n for n in border if n in self._absent}
+        ended = any(not self._uses[n] for n in inside)
+        others = {self._values[n].scope for n in inside | reached}
+        changed = any(not f"{at}.".startswith(f"{s}.".lstrip(".")) and not self._right(s) for s in others)
+        slightly = any(self._nearly(n, ABOUT) for n in inside | reached if self._values[n].scope == at)
+        return inside | reached if reached and changed and not ended and not slightly else {number}
+
+    def _nearly(self, number: int, within: float = NEARLY) -> bool:
+        prints = self._values[number].prints
+        return prints is not None and prints.telling and self._seen.has(prints, within)

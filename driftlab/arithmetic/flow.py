@@ -1,0 +1,170 @@
+"""The flow of values through a network: each tensor made on the way, in which module, of which others.
+
+Operations are seen where torch dispatches them, so that what a module computes by itself, between its parts,
+has its place as well as what its parts compute.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from driftlab.arithmetic.prints import Prints, Seen, prints
+from driftlab.arithmetic.shadow import held
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor that was made.
+
+    Attributes:
+        scope: the innermost module in which it was made, "" the network itself.
+        inputs: the values that it was made of, by their number.
+        prints: None where it holds no floating number.
+        fed: whether weights or the batch went into it; what is made of constants alone may be held otherwise.
+        given: a weight, what is made of weights alone, or the batch: the two have that in common.
+    """
+
+    scope: str
+    inputs: tuple[int, ...] = ()
+    prints: Prints | None = None
+    fed: bool = True
+    given: bool = False
+
+
+@dataclass
+class Flow:
+    """All values of one pass, in the order in which they were made, and what it was run for, by name."""
+
+    values: list[Value] = field(default_factory=list)
+    results: dict[str, int] = field(default_factory=dict)
+
+    def add(self, value: Value) -> int:
+        self.values.append(value)
+        return len(self.values) - 1
+
+    def seen(self) -> Seen:
+        seen = Seen()
+        for number, value in enumerate(self.values):
+            seen.add(value.prints, number)
+        return seen
+
+    def uses(self) -> list[list[int]]:
+        """Of each value, those that were made of it."""
+        found: list[list[int]] = [[] for _ in self.values]
+        for number, value in enumerate(self.values):
+            for i in value.inputs:
+                found[i].append(number)
+        return found
+
+
+class Scopes:
+    """Which module is at work."""
+
+    def __init__(
+        self, network: nn.Module, crossed: Callable[[object, str], None] = lambda tensors, scope: None
+    ):
+        """``crossed(tensors, scope)`` is called where tensors come in from ``scope``, or out of it."""
+        self._stack: list[str] = []
+        for name, module in network.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                self._watch(module, name, crossed)
+
+    @property
+    def now(self) -> str:
+        return self._stack[-1] if self._stack else ""
+
+    def _watch(self, module: nn.Module, name: str, crossed: Callable[[object, str], None]) -> None:
+        def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            crossed((args, kwargs), self.now)
+            self._stack.append(name)
+
+        def leave(_: nn.Module, args: tuple, output: object) -> None:
+            crossed(output, name)
+            self._stack.pop()
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave)
+
+
+class Recorder(TorchDispatchMode):
+    """Every operation inside, into ``flow``."""
+
+    def __init__(self, scopes: Scopes):
+        super().__init__()
+        self.flow, self._scopes = Flow(), scopes
+        self._made: dict[int, tuple[weakref.ref, int]] = {}
+        self._weights: set[int] = set()
+        self._written: dict[int, list[int]] = {}  # by the memory that was written into
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch would import it first: two seconds
+
+    def given(self, weights: Iterable[Tensor], batch: Iterable[Tensor]) -> None:
+        for tensor in (*weights, *batch):
+            self._keep(tensor, Value("", prints=prints(tensor), fed=tensor.is_floating_point(), given=True))
+        self._weights = {self.number(tensor) for tensor in weights}
+
+    def number(self, tensor: Tensor) -> int:
+        """Of the value that a tensor holds now."""
+        ref, number = self._made.get(id(tensor), (None, None))
+        if ref is None or ref() is not tensor:  # a constant, from outside of what is seen
+            number = self._keep(tensor, Value("", prints=prints(tensor), fed=False, given=True))
+        later = [w for w in self._written.get(_memory(tensor), ()) if w > number]
+        return self._keep(tensor, self._value((number, *later), tensor)) if later else number
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        # what is only as large as another tensor is not made of its values
+        inputs = () if _is_new(func) else tuple(dict.fromkeys(self.number(t) for t in read))
+        out = func(*args, **kwargs)
+        changed = _changed(func, args, kwargs)
+        for tensor in changed:
+            number = self._keep(tensor, self._value(inputs, tensor))
+            self._written.setdefault(_memory(tensor), []).append(number)
+        for tensor in pytree.tree_leaves(out):
+            if isinstance(tensor, Tensor) and not any(tensor is c for c in changed):
+                self._keep(tensor, self._value(inputs, tensor))
+        return out
+
+    def _value(self, inputs: tuple[int, ...], tensor: Tensor) -> Value:
+        fed = any(self.flow.values[i].fed for i in inputs)
+        return Value(
+            self._scopes.now, inputs, prints(tensor), fed, bool(inputs) and self._weights.issuperset(inputs)
+        )
+
+    def _keep(self, tensor: Tensor, value: Value) -> int:
+        number = self.flow.add(value)
+        self._made[id(tensor)] = weakref.ref(tensor), number
+        if value.given and value.inputs:
+            self._weights.add(number)
+        return number
+
+
+def _memory(tensor: Tensor) -> int:
+    """Where its numbers lie; of other kinds of tensors nobody knows, and no two share it."""
+    inner = held(tensor)
+    plain = type(inner) in (Tensor, nn.Parameter) and inner.layout is torch.strided and not inner.is_nested
+    return inner.untyped_storage().data_ptr() if plain else id(tensor)
+
+
+def _is_new(func: Callable) -> bool:
+    name = func._opname
+    return name.endswith("_like") or name.startswith("new_")
+
+
+def _changed(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
+    found = []
+    for number, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+    return found

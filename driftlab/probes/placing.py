@@ -1,0 +1,118 @@
+"""Where a difference in the function arises: the module in both networks, and the pass."""
+
+from __future__ import annotations
+
+from driftlab.arithmetic.constants import own_constants
+from driftlab.arithmetic.difference import Difference
+from driftlab.arithmetic.locating import SAME_BORDERS, first_wrong
+from driftlab.arithmetic.tracing import Traced, parting
+from driftlab.blame import not_ours
+from driftlab.fold import Fold
+from driftlab.network.pair import Pair
+from driftlab.probes.examination import Examination
+from driftlab.words import Place, Verdict
+
+
+def owner(wrong: list[Difference], fold: Fold) -> str:
+    """The module whose gradients or buffers alone are wrong, though each of its calls is right.
+
+    A tie undone, statistics that miss one of two calls, or that the candidate keeps in one for two modules.
+    """
+    pass_ = wrong[0].pass_
+    names = [d.name for d in wrong if d.pass_ == pass_]
+    if pass_ == "buffer":
+        names = [n for n in names if _shares(fold, n)][:1] or names
+    owners = {n.rpartition(".")[0] for n in names}
+    return owners.pop() if len(owners) == 1 and pass_ in ("weight gradient", "buffer") else ""
+
+
+def _shares(fold: Fold, name: str) -> bool:
+    """Whether the candidate holds another tensor of the reference's in the same one."""
+    return any(other != name and fold.sources(other) & fold.sources(name) for other in fold.placed)
+
+
+def placed(
+    found: Examination, module: str, wrong: list[Difference], located: tuple[str, Difference] | None
+) -> tuple[Place, Difference]:
+    """Where the two differ, and what differs there: by pairs of modules, or by the values on the way.
+
+    Values are asked where the pairs end at a module with others inside, at one so far off that its borders
+    may have moved, or at none.
+    """
+    difference = located[1] if located else wrong[0]
+    if (started := _other_weights(found, difference)) is not None:
+        return started, difference
+    pair, pass_ = found.pair, difference.pass_
+    whole = not module or next(pair.reference.get_submodule(module).children(), None) is not None
+    moved = _may_be_moved(found, module, difference)
+    damped = bool(located) and bool(module) and pass_ == "forward" and _damped(found, difference.relative)
+    parted = _parted(found, pass_, wrong) if whole or moved or damped or not located else None
+    if parted is None:
+        if not module and (deeper := first_wrong(found.local, deeper=True)):
+            module, difference = deeper
+        return _of(pair, module, difference)
+    place = Place(parted[0], _pass_of(pass_, parted[0], wrong), 0, parted[1])
+    if damped and _within(module, place.module):  # the border moved: what is seen of it is the parent's
+        return place, (place.module and found.local.wrong(place.module)) or wrong[0]
+    exacter = moved or not located or _within(place.module, module)
+    return (place, difference) if exacter else _of(pair, module, difference)
+
+
+def _of(pair: Pair, module: str, difference: Difference) -> tuple[Place, Difference]:
+    return Place(module, difference.pass_, 0, pair.counterparts.get(module)), difference
+
+
+def _within(inner: str, outer: str) -> bool:
+    return not outer or f"{inner}.".startswith(f"{outer}.")
+
+
+def _may_be_moved(found: Examination, module: str, difference: Difference) -> bool:
+    local = found.local
+    if difference.pass_ != "forward" or difference.relative < SAME_BORDERS:
+        return False
+    complete = all(n in local.counterparts for n in local.calls)
+    return not complete and not (module and local.permuted(module))
+
+
+def _damped(found: Examination, off: float | None) -> bool:
+    """Whether a module, or a weight, is off by far more than the whole network: a border may have moved."""
+    shown = max((d.relative for d in found.network.wrong() if d.pass_ == "forward"), default=0.0)
+    return bool(shown) and shown < SAME_BORDERS * min(off or 0.0, 1.0)
+
+
+def _pass_of(pass_: str, module: str, wrong: list[Difference]) -> str:
+    """Weights before a module get wrong gradients from its input gradient, its own perhaps not."""
+    if pass_ != "weight gradient":
+        return pass_
+    names = [d.name for d in wrong if d.pass_ == pass_]
+    return pass_ if module and all(_within(n, module) for n in names) else "input gradient"
+
+
+def _parted(found: Examination, pass_: str, wrong: list[Difference]) -> tuple[str, str] | None:
+    arithmetic = "shadow" if "shadow" in found.network.ran else "float64" if found.float64 else None
+    if arithmetic is None or pass_ == "buffer":
+        return None
+    pair, local = found.pair, found.local
+    gradients = "input gradient", "weight gradient"
+    asked = gradients if pass_ in gradients else (pass_,)
+    ends = [d.name for d in wrong if d.pass_ in asked]
+    theirs = [s for n in ends for s in pair.fold.sources(n) or (n,)]
+    own = {other: name for name, other in pair.counterparts.items()}
+    reference = Traced(pair.reference, ends, local.right, own_constants(pair, "reference"))
+    right = lambda name: name in own and local.right(own[name])  # noqa: E731
+    candidate = Traced(pair.candidate, theirs, right, own_constants(pair, "candidate"))
+    try:
+        return parting(reference, candidate, found.whole, arithmetic, pass_, pair.seed)
+    except Exception as error:  # a module that takes no hooks, or a kernel that cannot be watched
+        not_ours(error)
+        return None
+
+
+def _other_weights(found: Examination, difference: Difference) -> Place | None:
+    """Where a parameter starts from another value, which is what makes the function another.
+
+    One that is far more off than the whole network belongs to a module whose border moved (a norm folded in).
+    """
+    grave = [s for s in found.start if s.supports is Verdict.BUG and s.measured]
+    places = [s.place for s in grave if s.place and not _damped(found, s.measured)]
+    return next((p for p in places if p.pass_ == difference.pass_ == "forward"), None)
