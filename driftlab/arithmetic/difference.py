@@ -19,14 +19,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from driftlab.rounding import HALFWAY, UNIT_ROUND_OFF
+from driftlab.rounding import HALFWAY, HALFWAY_BITS, UNIT_ROUND_OFF
 
 # ``side effect``: what a whole network has made of the inputs that it was handed.
 PASSES = ("forward", "input gradient", "weight gradient", "buffer", "eval", "side effect")
-
-
-# Relative: sixteen units in the last place of float32, which rounding hides in any layer.
-HARDLY_SEEN = 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -88,12 +84,13 @@ class Difference:
         """A difference in float64 alone that is none in float32: it lies in what the code makes of its dtype.
 
         So it is where the reference itself is another function in float64 (it reads ``finfo(x.dtype).eps``),
-        or where float32 could hardly show it; not where the candidate alone goes another way.
+        or where it is so little that float32, which rounds by nearly as much, could not show it; not where the
+        candidate alone goes another way by more.
         """
         if self.own_change is None:
             return False
         apart = self.apart["shadow64"]
-        return self.own_change > apart / 2 or apart < HARDLY_SEEN * max(self.size, self.scale)
+        return self.own_change > apart / 2 or apart < HALFWAY_BITS * self._own_error
 
     @property
     def relative(self) -> float:
@@ -124,9 +121,14 @@ class Difference:
     @property
     def lost(self) -> float:
         """How much worse the candidate's float32 is than the reference's, at least one unit round-off."""
-        floor = UNIT_ROUND_OFF["float32"] * max(self.size, self.scale)
-        worse, own = self.errors.get("candidate", 0.0), max(self.errors.get("reference", 0.0), floor)
+        worse, own = self.errors.get("candidate", 0.0), self._own_error
         return worse / own if worse and own else 0.0
+
+    @property
+    def _own_error(self) -> float:
+        """Of the reference's float32, at least one unit round-off."""
+        floor = UNIT_ROUND_OFF["float32"] * max(self.size, self.scale)
+        return max(self.errors.get("reference", 0.0), floor)
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
