@@ -107,10 +107,16 @@ def worst_element(found: Accused) -> str:
     share = found.difference.allowed / math.sqrt(max(1, apart.numel()))
     count, worst = int((apart > share).sum()), int(apart.argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), apart.shape))
-    values = f"{float(theirs.flatten()[worst]):.6g}, not {float(mine.flatten()[worst]):.6g}"
+    values = _apart_in_digits(float(theirs.flatten()[worst]), float(mine.flatten()[worst]))
     if apart.numel() == 1:
         return f"it is {values}"
     percent = f"{100 * count / apart.numel():.3g} %"
     where = index if len(index) > 1 else index[0]
     exceed = f"{count} of {apart.numel()} elements ({percent}) exceed what rounding may make of one"
     return f"{exceed}; the worst, at {where}, is {values}"
+
+
+def _apart_in_digits(wrong: float, right: float) -> str:
+    """Both with as many digits as it takes to tell them apart."""
+    digits = next((d for d in range(6, 17) if f"{wrong:.{d}g}" != f"{right:.{d}g}"), 17)
+    return f"{wrong:.{digits}g}, not {right:.{digits}g}"

@@ -34,7 +34,8 @@ def factor(a: Accused) -> Explained:
     times = float((mine * theirs).sum() / (mine * mine).sum())
     simple = spelled(times)
     if simple or mine.numel() > 2:
-        yield f"a factor of {simple or f'{times:.6g}'}{_size_of(times, a)}", times * mine
+        near_one = f"1 {'+' if times > 1 else '-'} {abs(times - 1):.3g}" if abs(times - 1) < 1e-2 else None
+        yield f"a factor of {simple or near_one or f'{times:.6g}'}{_size_of(times, a)}", times * mine
 
 
 def spelled(number: float) -> str | None:
@@ -59,11 +60,15 @@ def _size_of(number: float, a: Accused) -> str:
     sizes = {round(n): None for n in (abs(number), 1 / abs(number), number**2, number**-2) if _is_whole(n)}
     leaves = [t for t in named_leaves((a.call.args, a.call.kwargs)).values() if t.dim()]
     known = [(t.shape[0], "the batch's size") for t in leaves[:1]]
-    known += [(v, f"`{n}`") for n, v in vars(a.reference).items() if type(v) is int and n[0] != "_"]
+    known += [(v, f"`{n}`") for n, v in vars(a.reference).items() if type(v) is int and _counts_parts(n)]
     known += [(t.shape[-1], "the inputs' last dimension") for t in leaves[:1]]
     known += [(a.mine.numel(), "the number of elements")]
-    named = [name for size, name in known if size in sizes and size > 1]
+    named = [name for size, name in known if size in sizes and size > 2]  # a factor of 2 is just that
     return f" ({named[0]} is {next(s for s, n in known if n == named[0])})" if named else ""
+
+
+def _counts_parts(name: str) -> bool:
+    return "group" in name or "head" in name
 
 
 def added(a: Accused) -> Explained:
