@@ -4,11 +4,13 @@ Reference and candidate get bit for bit the same inputs, in several arithmetics.
 from float32 to float64, and vanishes where the float32 path is computed in float64; a difference in the
 function does not. So a difference d in float64 arithmetic is no rounding where
 
-    d > HALFWAY * max(u64 * |y|, 2^-29 * e32)
+    d > HALFWAY * max(u64 * |y|, 2^-29 * e32, c)
 
 with e32 the error that float32 is seen to make in the same quantity (the larger of the two networks'), |y|
 the quantity itself, u64 = 2^-53 and HALFWAY = 2^14.5, the middle between the two hypotheses in powers of two.
-e32 scales with cancellation and conditioning as d does, so an ill-conditioned layer is not accused.
+e32 scales with cancellation and conditioning as d does, so an ill-conditioned layer is not accused. c is the
+control: what one unit in the last place makes of the reference in the same arithmetic, which is measured
+where the first two would accuse (``driftlab.arithmetic.control``).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from driftlab.rounding import HALFWAY, UNIT_ROUND_OFF
 
-PASSES = ("forward", "input gradient", "weight gradient", "buffer", "eval")
+PASSES = ("forward", "input gradient", "weight gradient", "buffer", "eval", "update")
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,13 @@ class Difference:
         pass_, name: which quantity (``weight gradient`` of ``conv1.weight``).
         size: of the reference's own.
         apart: arithmetic -> ‖candidate - reference‖ in it.
-        errors: "candidate" and "reference" -> the error of its float32 against the truth.
+        errors: "candidate" and "reference" -> the error of its float32 against the truth; "control" -> that
+            of the reference moved by one unit in float32's last place, where that was measured.
         same: whether no bit differs, in any arithmetic that is torch's own.
         scale: of the largest quantity of its kind beside it. A gradient that is nothing but rounding (of a
         bias before a norm) is small beside it, and its own size is no yardstick.
         finite: whether the reference's own has a finite number.
+        control: ‖reference moved by one unit in the last place - reference‖ in float64; 0 where not measured.
     """
 
     pass_: str
@@ -47,6 +51,7 @@ class Difference:
     same: bool
     scale: float = 0.0
     finite: bool = True
+    control: float = 0.0
 
     def excess(self, arithmetic: str) -> float:
         """The difference as a multiple of what rounding may make of it; above 1 it is no rounding."""
@@ -56,9 +61,15 @@ class Difference:
         if math.isinf(rounding) and not self.overflows:
             return 0.0  # beyond what float32 can hold in both: nothing to hold it against
         rounding = 0.0 if math.isinf(rounding) else rounding
-        allowed = HALFWAY * max(UNIT_ROUND_OFF["float64"] * max(self.size, self.scale), rounding)
+        unit = UNIT_ROUND_OFF["float64"] * max(self.size, self.scale)
+        allowed = HALFWAY * max(unit, rounding, self.control)
         apart = self.apart.get(arithmetic, 0.0)
         return 0.0 if apart == 0 else apart / allowed if allowed else math.inf
+
+    @property
+    def saturated(self) -> bool:
+        """Whether rounding alone may make of it as much as there is, so that no difference tells anything."""
+        return HALFWAY * self.control >= max(self.size, self.scale) > 0
 
     @property
     def stored_in_float32(self) -> bool:
@@ -66,7 +77,11 @@ class Difference:
 
         Only of differences of more than four units in the last place of float32; smaller ones it may swallow.
         """
-        shown, exact = self.apart.get("float32", math.inf), self.apart.get("shadow", 0.0)
+        return self.shown_otherwise("shadow")
+
+    def shown_otherwise(self, arithmetic: str) -> bool:
+        """Whether float32 would have to show the difference in ``arithmetic``, and does not."""
+        shown, exact = self.apart.get("float32", math.inf), self.apart.get(arithmetic, 0.0)
         return self.relative > 2.0**-22 and shown < exact / 8
 
     @property
@@ -95,7 +110,8 @@ class Difference:
     def lost(self) -> float:
         """How much worse the candidate's float32 is than the reference's, at least one unit round-off."""
         floor = UNIT_ROUND_OFF["float32"] * max(self.size, self.scale)
-        worse, own = self.errors.get("candidate", 0.0), max(self.errors.get("reference", 0.0), floor)
+        worse = self.errors.get("candidate", 0.0)
+        own = max(self.errors.get("reference", 0.0), self.errors.get("control", 0.0), floor)
         return worse / own if worse and own else 0.0
 
 

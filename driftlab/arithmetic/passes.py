@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from driftlab.arithmetic.draws import Float32Draws
-from driftlab.arithmetic.shadow import eager, held, shadow, shadow_arithmetic, shadowed
+from driftlab.arithmetic.shadow import Shadow, held, shadow, shadow_arithmetic, shadowed
+from driftlab.arithmetic.units import unless_zero
 from driftlab.blame import AboutThePair, described, not_ours, theirs
 from driftlab.network.calling import cast, copied, evaluation_mode, named_leaves, seed_random_layers
+from driftlab.network.compiled import eager
 from driftlab.network.loss import loss_in, one_number
 from driftlab.network.pair import Pair
 from driftlab.words import DiagnoseError
@@ -47,7 +50,8 @@ class Passes:
     """What came out, in float64: pass -> name -> tensor.
 
     ``forward`` and ``eval`` are named by the place of the output (``named_leaves``), ``input gradient`` by
-    that of the input, ``weight gradient`` and ``buffer`` by the module's own tensors.
+    that of the input, ``weight gradient`` and ``buffer`` by the module's own tensors, ``update`` (the outputs
+    after one update) as ``forward``.
     """
 
     tensors: dict[str, dict[str, Tensor]]
@@ -75,21 +79,31 @@ def run(
     evaluate: bool = True,
     nudge: torch.Generator | None = None,
     native_constants: bool = False,
+    unit: torch.Generator | None = None,
+    compiled: bool = False,
+    optimizer: Callable[[nn.Module], Optimizer] | None = None,
 ) -> Passes:
     """Forward, backward and, in eval mode, forward once more, of a copy of ``module``.
 
     Args:
         nudge, native_constants: what becomes of the constants of a shadow run, see ``shadow_arithmetic``.
+        unit: moves every weight and input by one unit in the last place of the arithmetic, up or down.
+        compiled: whether compiled code runs compiled, as far as whoever calls lets it; else as written.
+        optimizer: makes the one whose update comes before a last forward pass; no such pass where None.
 
     Raises:
         CannotRunError: the module raises in this arithmetic.
     """
     try:
         twin = in_arithmetic(module, arithmetic)
-        with _context(arithmetic, nudge, native_constants):
+        if unit is not None:
+            recorded = _moved(twin, recorded, arithmetic, unit)
+        with _context(arithmetic, nudge, native_constants, compiled):
             found = _training_pass(twin, recorded, arithmetic, seed)
             if evaluate:
                 found["eval"] = _eval_pass(twin, recorded, arithmetic, seed)
+            if optimizer is not None:
+                found["update"] = _updated_pass(twin, recorded, arithmetic, seed, optimizer)
     except Exception as error:  # whatever a stranger's forward raises
         not_ours(error)
         said = str(error) if isinstance(error, DiagnoseError) else described(error, 200)
@@ -97,11 +111,36 @@ def run(
     return Passes({pass_: {n: _plain(t) for n, t in named.items()} for pass_, named in found.items()})
 
 
-def _context(arithmetic: str, nudge: torch.Generator | None, native_constants: bool) -> ExitStack:
+def _moved(twin: nn.Module, recorded: Recorded, arithmetic: str, unit: torch.Generator) -> Recorded:
+    """The weights of ``twin`` in place, and the inputs as values of the arithmetic."""
+
+    def move(tensor: Tensor) -> Tensor:
+        values = tensor.held if isinstance(tensor, Shadow) else tensor.data
+        values.copy_(unless_zero(values, unit))
+        return tensor
+
+    def moved(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        own = tensor.detach().clone().to(torch.float64 if arithmetic.endswith("64") else tensor.dtype)
+        own = shadow(own) if arithmetic.startswith("shadow") else own
+        return move(own).requires_grad_(tensor.requires_grad)
+
+    for parameter in twin.parameters():
+        if parameter.is_floating_point():
+            move(parameter)
+
+    args, kwargs = pytree.tree_map_only(Tensor, moved, (recorded.args, recorded.kwargs))
+    return replace(recorded, args=args, kwargs=kwargs)
+
+
+def _context(
+    arithmetic: str, nudge: torch.Generator | None, native_constants: bool, compiled: bool
+) -> ExitStack:
     stack = ExitStack()
     if arithmetic.startswith("shadow"):
         stack.enter_context(shadow_arithmetic(nudge, native_constants))
-    elif arithmetic == "float64":
+    elif not compiled:
         stack.enter_context(eager())
     if arithmetic.endswith("64"):
         stack.enter_context(Float32Draws())
@@ -132,6 +171,19 @@ def _eval_pass(twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int) 
     seed_random_layers(seed)
     with evaluation_mode(twin):
         return _named(recorded.call(twin, args, kwargs))
+
+
+def _updated_pass(
+    twin: nn.Module,
+    recorded: Recorded,
+    arithmetic: str,
+    seed: int,
+    optimizer: Callable[[nn.Module], Optimizer],
+) -> dict[str, Tensor]:
+    theirs(optimizer, twin).step()
+    args, kwargs = _fresh(recorded, arithmetic, [])
+    seed_random_layers(seed)
+    return _named(recorded.call(twin, _copied(args), _copied(kwargs)))
 
 
 def _fresh(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[tuple, dict]:
