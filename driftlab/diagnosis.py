@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from driftlab.arguments import stepping, the_batches, the_seed, the_steps
 from driftlab.arithmetic.passes import CannotRunError
 from driftlab.arithmetic.returned import ByHand, mapped, returned
-from driftlab.arithmetic.shadow import eager
 from driftlab.blame import described, is_out_of_memory, theirs
 from driftlab.inquiry import Examined, before_training, inquire
 from driftlab.lockstep.arm import ONE_WEIGHT
 from driftlab.lockstep.window import Batches, Snapshots, Window
 from driftlab.network.calling import calling, copied, named_leaves, own_batch
+from driftlab.network.compiled import eager
 from driftlab.network.loss import Loss, loss_in
 from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
 from driftlab.probes import every_probe

@@ -36,8 +36,8 @@ class Status(StrEnum):
 
 
 # Probes that others than themselves know by name.
-FUNCTION, FEWER_SAMPLES, EXCESS = "function", "fewer_samples", "excess"
-PROCESS_SETTINGS = "process_settings"
+FUNCTION, PRECISION, FEWER_SAMPLES, EXCESS = "function", "precision", "fewer_samples", "excess"
+PROCESS_SETTINGS, AS_COMPILED = "process_settings", "as_compiled"
 
 
 @dataclass(frozen=True)

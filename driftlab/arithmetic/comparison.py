@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor, nn
 
+from driftlab.arithmetic.control import own_response
 from driftlab.arithmetic.difference import PASSES, Difference, distance, finite_norm, same_values
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
@@ -63,6 +65,10 @@ class Comparison:
             alone = "shadow64" in self.ran and d.excess("shadow64") > 1 and d.excess("float64") > 1
             return alone and not (self.judged == "float32" and d.by_dtype)
         return d.excess("float64") > 1
+
+    def untold(self) -> list[Difference]:
+        """Differences that the control alone explains, and would explain however large they were."""
+        return [d for d in self.differences if d.saturated and self._is_wrong(replace(d, control=0.0))]
 
     def narrow(self) -> list[Difference]:
         """Quantities that the candidate's float32 gets with fewer bits than the reference's."""
@@ -122,15 +128,33 @@ def compare(
         _try(both, failed, arithmetic, modules, recorded, options)
     if "float32" not in both:
         raise CannotRunError(failed["float32"])
-    used = _used(recorded)
+    used = used_outputs(recorded)
     if alone and len(both) == 1:
-        truth = _exact(reference, recorded, seed, evaluate)
-        return _compared(_differences(both, fold, prefixes, used, truth), failed, both, judged)
-    found = _differences(both, fold, prefixes, used)
+        truth = exact_passes(reference, recorded, seed=seed, evaluate=evaluate)
+        return _compared(differences(both, fold, prefixes, used, truth), failed, both, judged)
+    found = differences(both, fold, prefixes, used)
     if "shadow" in both and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found):
         _try(both, failed, "shadow64", modules, recorded, options)
-        found = _differences(both, fold, prefixes, used)
-    return _compared(found, failed, both, judged)
+        found = differences(both, fold, prefixes, used)
+    compared = _compared(found, failed, both, judged)
+    if not {"shadow", "float64"} & both.keys():
+        return compared
+    prefix = f"{prefixes[0]}." if prefixes[0] else ""
+    control = {"prefix": prefix, "seed": seed, "evaluate": evaluate}
+    return _beside_control(compared, reference, recorded, both, control)
+
+
+def _beside_control(compared: Comparison, reference, recorded, both: dict, options: dict) -> Comparison:
+    """What is about to be held against the candidate, beside what one unit makes of the reference."""
+    wide, found = "shadow" if "shadow" in both else "float64", compared.differences
+    exact = both[wide][0]
+    if compared.wrong():
+        own = own_response(found, reference, recorded, exact, arithmetic=wide, **options)
+        found = [replace(d, control=own.get((d.pass_, d.name), 0.0)) for d in found]
+    if "float32" in both and compared.narrow():
+        own = own_response(found, reference, recorded, exact, arithmetic="float32", **options)
+        found = [replace(d, errors=d.errors | {"control": own.get((d.pass_, d.name), 0.0)}) for d in found]
+    return replace(compared, differences=found)
 
 
 def _compared(found: list[Difference], failed: dict[str, str], both: dict, judged: str) -> Comparison:
@@ -163,30 +187,37 @@ def _try(
         failed[arithmetic] = str(error)
 
 
-def _exact(reference: nn.Module, recorded: Recorded, seed: int, evaluate: bool) -> Passes | None:
-    """Of the reference by itself, where it runs in more than float32."""
+def exact_passes(module: nn.Module, recorded: Recorded, **options: Any) -> Passes | None:
+    """Of a module by itself, where it runs in more than float32. ``options`` as of ``run``."""
     for arithmetic in ("shadow", "float64"):
         try:
-            return run(reference, recorded, arithmetic, seed, evaluate)
+            return run(module, recorded, arithmetic, **options)
         except CannotRunError:
             continue
     return None
 
 
-def _used(recorded: Recorded) -> set[str] | None:
+def used_outputs(recorded: Recorded) -> set[str] | None:
     """The outputs that a gradient came back to; None where all count, as in a frozen part."""
     if recorded.loss is not None:
         return None
     return {name for name, gradient in recorded.gradients.items() if gradient is not None} or None
 
 
-def _differences(
+def differences(
     both: dict[str, tuple[Passes, Passes]],
     fold: AnyFold,
     prefixes: tuple[str, str],
     used: set[str] | None,
     exact: Passes | None = None,
 ) -> list[Difference]:
+    """All quantities of two modules.
+
+    Args:
+        both: arithmetic -> the passes of both in it.
+        used: the outputs that count, all where None.
+        exact: the truth, where it is none of ``both``.
+    """
     read = {
         a: tuple(by_reference_names(p, fold, prefixes, i) for i, p in enumerate(pair))
         for a, pair in both.items()

@@ -4,11 +4,13 @@ Reference and candidate get bit for bit the same inputs, in several arithmetics.
 from float32 to float64, and vanishes where the float32 path is computed in float64; a difference in the
 function does not. So a difference d in float64 arithmetic is no rounding where
 
-    d > HALFWAY * max(u64 * |y|, 2^-29 * e32)
+    d > HALFWAY * max(u64 * |y|, 2^-29 * e32, c)
 
 with e32 the error that float32 is seen to make in the same quantity (the larger of the two networks'), |y|
 the quantity itself, u64 = 2^-53 and HALFWAY = 2^14.5, the middle between the two hypotheses in powers of two.
-e32 scales with cancellation and conditioning as d does, so an ill-conditioned layer is not accused.
+e32 scales with cancellation and conditioning as d does, so an ill-conditioned layer is not accused. c is the
+control: what one unit in the last place makes of the reference in the same arithmetic, which is measured
+where the first two would accuse (``driftlab.arithmetic.control``).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch import Tensor
 from driftlab.rounding import HALFWAY, HALFWAY_BITS, UNIT_ROUND_OFF
 
 # ``side effect``: what a whole network has made of the inputs that it was handed.
-PASSES = ("forward", "input gradient", "weight gradient", "buffer", "eval", "side effect")
+PASSES = ("forward", "input gradient", "weight gradient", "buffer", "eval", "update", "side effect")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Difference:
         pass_, name: which quantity (``weight gradient`` of ``conv1.weight``).
         size: of the reference's own.
         apart: arithmetic -> ‖candidate - reference‖ in it.
-        errors: "candidate" and "reference" -> the error of its float32 against the truth.
+        errors: "candidate" and "reference" -> the error of its float32 against the truth; "control" -> that
+            of the reference moved by one unit in float32's last place, where that was measured.
         same: whether no bit differs, in any arithmetic that is torch's own.
         scale: of the largest quantity of its kind beside it. A gradient that is nothing but rounding (of a
         bias before a norm) is small beside it, and its own size is no yardstick.
@@ -41,6 +44,7 @@ class Difference:
         own_change: how far the reference's float64 code is from its float32 code, rounding taken away from
             both; None where that was not asked.
         numbers: how many it holds.
+        control: ‖reference moved by one unit in the last place - reference‖ in float64; 0 where not measured.
     """
 
     pass_: str
@@ -53,6 +57,7 @@ class Difference:
     finite: bool = True
     own_change: float | None = None
     numbers: int = 0
+    control: float = 0.0
 
     def excess(self, arithmetic: str) -> float:
         """The difference as a multiple of what rounding may make of it; above 1 it is no rounding."""
@@ -68,7 +73,13 @@ class Difference:
         """What rounding may make of it, as a 2-norm."""
         rounding = max(self.errors.values(), default=0.0) * 2.0**-29
         rounding = 0.0 if math.isinf(rounding) else rounding
-        return HALFWAY * max(UNIT_ROUND_OFF["float64"] * max(self.size, self.scale), rounding)
+        unit = UNIT_ROUND_OFF["float64"] * max(self.size, self.scale)
+        return HALFWAY * max(unit, rounding, self.control)
+
+    @property
+    def saturated(self) -> bool:
+        """Whether rounding alone may make of it as much as there is, so that no difference tells anything."""
+        return HALFWAY * self.control >= max(self.size, self.scale) > 0
 
     @property
     def stored_in_float32(self) -> bool:
@@ -76,7 +87,11 @@ class Difference:
 
         Only of differences of more than four units in the last place of float32; smaller ones it may swallow.
         """
-        shown, exact = self.apart.get("float32", math.inf), self.apart.get("shadow", 0.0)
+        return self.shown_otherwise("shadow")
+
+    def shown_otherwise(self, arithmetic: str) -> bool:
+        """Whether float32 would have to show the difference in ``arithmetic``, and does not."""
+        shown, exact = self.apart.get("float32", math.inf), self.apart.get(arithmetic, 0.0)
         return self.relative > 2.0**-22 and shown < exact / 8
 
     @property
@@ -84,8 +99,8 @@ class Difference:
         """A difference in float64 alone that is none in float32: it lies in what the code makes of its dtype.
 
         So it is where the reference itself is another function in float64 (it reads ``finfo(x.dtype).eps``),
-        or where it is so little that float32, which rounds by nearly as much, could not show it; not where the
-        candidate alone goes another way by more.
+        or where it is so little that float32, which rounds by nearly as much, could not show it; not where
+        the candidate alone goes another way by more.
         """
         if self.own_change is None:
             return False
@@ -121,7 +136,8 @@ class Difference:
     @property
     def lost(self) -> float:
         """How much worse the candidate's float32 is than the reference's, at least one unit round-off."""
-        worse, own = self.errors.get("candidate", 0.0), self._own_error
+        worse = self.errors.get("candidate", 0.0)
+        own = max(self._own_error, self.errors.get("control", 0.0))
         return worse / own if worse and own else 0.0
 
     @property

@@ -10,19 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from driftlab.arithmetic.draws import Float32Draws
 from driftlab.arithmetic.naming import LOSS, Named
-from driftlab.arithmetic.shadow import eager, held, shadow, shadow_arithmetic, shadowed
+from driftlab.arithmetic.shadow import Shadow, held, shadow, shadow_arithmetic, shadowed
+from driftlab.arithmetic.units import unless_zero
 from driftlab.blame import AboutThePair, described, not_ours, theirs
 from driftlab.fold.layout import gradient_of
 from driftlab.network.calling import cast, copied, evaluation_mode, seed_random_layers
+from driftlab.network.compiled import eager
 from driftlab.network.loss import loss_in, one_number
 from driftlab.network.outputs import Outputs
 from driftlab.network.pair import Pair
@@ -56,7 +59,8 @@ class Passes:
 
     ``forward`` and ``eval`` are named by the output (``named_leaves``; the reference's, where it was run
     beside it), ``input gradient`` by the place of the input, ``weight gradient`` and ``buffer`` by the
-    module's own tensors, ``side effect`` (of whole networks) by the mode and the place of the input.
+    module's own tensors, ``update`` (the outputs after one update) as ``forward``, ``side effect`` (of whole
+    networks) by the mode and the place of the input.
 
     Attributes:
         spare: outputs that stand for none of the reference's.
@@ -92,6 +96,9 @@ def run(
     native_constants: bool = False,
     beside: Passes | None = None,
     outputs: Outputs | None = None,
+    unit: torch.Generator | None = None,
+    compiled: bool = False,
+    optimizer: Callable[[nn.Module], Optimizer] | None = None,
 ) -> Passes:
     """Forward, backward and, in eval mode, forward once more, of a copy of ``module``.
 
@@ -99,6 +106,9 @@ def run(
         beside: what the reference gave: the outputs get its names, and those that it lacks are left out.
         outputs: which stands for which.
         nudge, native_constants: what becomes of the constants of a shadow run, see ``shadow_arithmetic``.
+        unit: moves every weight and input by one unit in the last place of the arithmetic, up or down.
+        compiled: whether compiled code runs compiled, as far as whoever calls lets it; else as written.
+        optimizer: makes the one whose update comes before a last forward pass; no such pass where None.
 
     Raises:
         CannotRunError: the module raises in this arithmetic.
@@ -108,11 +118,15 @@ def run(
             in_arithmetic(module, arithmetic),
             Named(beside.tensors if beside else None, outputs or Outputs(), _plain),
         )
-        with computing(arithmetic, nudge, native_constants):
+        if unit is not None:
+            recorded = _moved(twin, recorded, arithmetic, unit)
+        with computing(arithmetic, nudge, native_constants, compiled):
             found = _training_pass(twin, recorded, arithmetic, seed, named)
             if evaluate:
                 found["eval"], left = _eval_pass(twin, recorded, arithmetic, seed, named)
                 found["side effect"] |= left
+            if optimizer is not None:
+                found["update"] = _updated_pass(twin, recorded, arithmetic, seed, named, optimizer)
     except Exception as error:  # whatever a stranger's forward raises
         not_ours(error)
         said = str(error) if isinstance(error, DiagnoseError) else described(error, 200)
@@ -121,14 +135,40 @@ def run(
     return Passes(plain, named.spare, named.carried)
 
 
+def _moved(twin: nn.Module, recorded: Recorded, arithmetic: str, unit: torch.Generator) -> Recorded:
+    """The weights of ``twin`` in place, and the inputs as values of the arithmetic."""
+
+    def move(tensor: Tensor) -> Tensor:
+        values = tensor.held if isinstance(tensor, Shadow) else tensor.data
+        values.copy_(unless_zero(values, unit))
+        return tensor
+
+    def moved(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        own = tensor.detach().clone().to(torch.float64 if arithmetic.endswith("64") else tensor.dtype)
+        own = shadow(own) if arithmetic.startswith("shadow") else own
+        return move(own).requires_grad_(tensor.requires_grad)
+
+    for parameter in twin.parameters():
+        if parameter.is_floating_point():
+            move(parameter)
+
+    args, kwargs = pytree.tree_map_only(Tensor, moved, (recorded.args, recorded.kwargs))
+    return replace(recorded, args=args, kwargs=kwargs)
+
+
 def computing(
-    arithmetic: str, nudge: torch.Generator | None = None, native_constants: bool = False
+    arithmetic: str,
+    nudge: torch.Generator | None = None,
+    native_constants: bool = False,
+    compiled: bool = False,
 ) -> ExitStack:
     """Inside, what ``in_arithmetic`` made is run; arguments as of ``run``."""
     stack = ExitStack()
     if arithmetic.startswith("shadow"):
         stack.enter_context(shadow_arithmetic(nudge, native_constants))
-    elif arithmetic == "float64":
+    elif not compiled:
         stack.enter_context(eager())
     if arithmetic.endswith("64"):
         stack.enter_context(Float32Draws())
@@ -174,6 +214,20 @@ def _left(given: tuple[tuple, dict], recorded: Recorded, mode: str) -> dict[str,
         return {}
     tensors = (t for t in pytree.tree_leaves(given) if isinstance(t, Tensor) and not t.is_complex())
     return {f"{mode} {i}": t.detach().clone() for i, t in enumerate(tensors)}
+
+
+def _updated_pass(
+    twin: nn.Module,
+    recorded: Recorded,
+    arithmetic: str,
+    seed: int,
+    named: Named,
+    optimizer: Callable[[nn.Module], Optimizer],
+) -> dict[str, Tensor]:
+    theirs(optimizer, twin).step()
+    given = own_copies(fresh_inputs(recorded, arithmetic, []))
+    seed_random_layers(seed)
+    return _own(named.of(recorded.call(twin, *given), "update"))
 
 
 def fresh_inputs(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[tuple, dict]:

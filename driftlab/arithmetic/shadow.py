@@ -12,9 +12,7 @@ trip through numpy) raises, or leaves the rounding of that piece in the result.
 
 from __future__ import annotations
 
-import sys
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from driftlab.arithmetic.shadow_rules import is_view
 from driftlab.arithmetic.shadow_tensor import HALVES, WIDE, Bits, Shadow, run_operation
+from driftlab.arithmetic.units import by_one_unit
 from driftlab.network.calling import carry_hooks, copied
+from driftlab.network.compiled import eager
 from driftlab.process import on_purpose
 
 
@@ -52,9 +52,7 @@ class _Arithmetic(TorchDispatchMode):
         """Whatever is no shadow is a constant that the code stored or wrote down."""
         if isinstance(tensor, Shadow | Bits) or tensor.dtype not in HALVES:
             return tensor
-        up = torch.rand(tensor.shape, generator=self.nudge).to(tensor.device) < 0.5
-        infinite = torch.full_like(tensor, torch.inf)
-        return torch.nextafter(tensor, torch.where(up, infinite, -infinite))
+        return by_one_unit(tensor, self.nudge)
 
 
 @contextmanager
@@ -90,12 +88,6 @@ def _chosen_for_float64():
     finally:
         torch._C._set_mkldnn_enabled(before[0])
         torch._C._set_cudnn_enabled(before[1])
-
-
-def eager() -> AbstractContextManager[Any]:
-    """Inside, what ``torch.compile`` made runs as it was written."""
-    compiled = "torch._dynamo" in sys.modules  # which takes seconds to import, and nobody compiled without it
-    return torch.compiler.set_stance("force_eager") if compiled else ExitStack()
 
 
 def shadowed(module: nn.Module) -> nn.Module:

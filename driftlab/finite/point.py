@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.kinks import KinkSides, kink_sides
-from driftlab.arithmetic.shadow import eager
 from driftlab.finite.narrow import narrow_dtype, nodes
 from driftlab.finite.widening import input_leaves, widened_copy
 from driftlab.fold.layout import gradient_of
 from driftlab.network.calling import calling, seed_random_layers
+from driftlab.network.compiled import eager
 from driftlab.network.loss import one_number
 from driftlab.words import DiagnoseError
 

@@ -75,3 +75,26 @@ def put_weights(
         tensor.copy_(values(name, tensor))
     for name, tensor in unfold(mine, theirs).items():
         theirs[name].copy_(tensor)
+
+
+@torch.no_grad()
+def put_weights_or_fold(
+    reference: nn.Module,
+    candidate: nn.Module,
+    fold: AnyFold,
+    values: Callable[[str, Tensor], Tensor],
+) -> None:
+    """As ``put_weights``, or forwards where the fold has no way back.
+
+    The candidate then gets ``values(its own name, its tensor)``, and the reference what the fold makes of
+    them. What has no place in the other stays as it is.
+    """
+    try:
+        put_weights(reference, candidate, fold, values)
+    except FoldError:
+        for name, tensor in floating_tensors(candidate, buffers=False).items():
+            tensor.copy_(values(name, tensor))
+        given = fold(floating_tensors(candidate))
+        for name, tensor in floating_tensors(reference, buffers=False).items():
+            if name in given:
+                tensor.copy_(given[name])

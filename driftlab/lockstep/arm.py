@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from driftlab.arithmetic.units import unless_zero
 from driftlab.blame import theirs
 from driftlab.fold.layout import AnyFold
 from driftlab.network.calling import copied
@@ -108,10 +109,7 @@ def nudge(module: nn.Module, seed: int) -> str:
 def nudge_all(module: nn.Module, generator: torch.Generator) -> None:
     """Move every weight that is not zero by one ulp, up or down by chance, in place."""
     for parameter in module.parameters():
-        up = torch.rand(parameter.shape, generator=generator).to(parameter.device) < 0.5
-        infinite = torch.full_like(parameter, torch.inf)
-        moved = torch.nextafter(parameter, torch.where(up, infinite, -infinite))
-        parameter.copy_(torch.where(parameter == 0, parameter, moved))
+        parameter.copy_(unless_zero(parameter, generator))
 
 
 @dataclass(frozen=True)

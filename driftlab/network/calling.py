@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.blame import theirs
+from driftlab.network.compiled import backends, carry_compiled
 from driftlab.process import put_back
 from driftlab.refusing import told
 from driftlab.words import DiagnoseError
@@ -29,11 +30,13 @@ def copied(module: nn.Module) -> nn.Module:
         DiagnoseError: the network cannot be copied, or what it gives for a copy is tied to itself.
     """
     with told(f"{type(module).__name__} cannot be copied"):
+        known = _script_copies(module) | backends(module)
         try:
-            twin = theirs(copy.deepcopy, module, _script_copies(module))
+            twin = theirs(copy.deepcopy, module, dict(known))
         except RuntimeError:  # torch copies no tensor that was computed
-            twin = theirs(copy.deepcopy, module, _script_copies(module) | _computed(module))
+            twin = theirs(copy.deepcopy, module, known | _computed(module))
         _refuse_ties(module, twin)
+        carry_compiled(module, twin)
         for own, new in zip(module.parameters(), twin.parameters(), strict=True):
             carry_hooks(own, new)
     return twin

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from driftlab.arithmetic.difference import PASSES, distance, same_values
 from driftlab.arithmetic.passes import Passes, Recorded, own_inputs, run
+from driftlab.blame import not_ours
 from driftlab.network.calling import copied, named_leaves, seed_random_layers
+from driftlab.network.compiled import comes_by_compiled, compiled_parts, is_scripted
 from driftlab.probes.examination import Examination
 from driftlab.probes.probe import Probe
 from driftlab.process import noticed
@@ -40,18 +42,13 @@ def repeats(network: nn.Module, whole: Recorded, seed: int = 0, times: int = REP
     Raises:
         CannotRunError: it does not run at all.
     """
-    first = run(network, whole, "float32", seed)
+    first = run(network, whole, "float32", seed, compiled=True)
     for _ in range(times - 1):
-        again = run(network, whole, "float32", seed)
+        again = run(network, whole, "float32", seed, compiled=True)
         for pass_ in PASSES:
             if found := _moved(first, again, pass_):
                 return _located(network, whole, seed, pass_, *found)
     return None
-
-
-def is_compiled(network: nn.Module) -> bool:
-    """Whether TorchScript or ``torch.compile`` has a part in it."""
-    return any(isinstance(m, torch.jit.ScriptModule) or hasattr(m, "_orig_mod") for m in network.modules())
 
 
 def _located(network: nn.Module, whole: Recorded, seed: int, pass_: str, name: str, floor: float) -> Wobble:
@@ -117,13 +114,32 @@ def ask(found: Examination) -> Iterator[Finding]:
     for role in ("reference", "candidate"):
         network = getattr(pair, role)
         with noticed(f"the {role}"):
+            if _is_compiled(network, found.whole):
+                found.compiled.append(role)
+                torch.compiler.reset()  # whatever torch had given up on is compiled again
             wobble = repeats(network, found.whole, pair.seed)
-            if wobble and is_compiled(network):  # its first calls are what it is optimised by
+            if wobble and (
+                role in found.compiled or is_scripted(network)
+            ):  # its first calls are what it is optimised by
                 wobble = repeats(network, found.whole, pair.seed)
         if wobble:
             yield _accused(found, role, wobble)
             return
     yield PROBE.finding(0.0, None, "both do")
+
+
+def _is_compiled(network: nn.Module, whole: Recorded) -> bool:
+    """Whether ``torch.compile`` has a part in it, or in what its forward calls."""
+
+    def forward() -> object:
+        with torch.no_grad():
+            return whole.call(copied(network), *own_inputs(whole))
+
+    try:
+        return bool(compiled_parts(network)) or comes_by_compiled(forward)
+    except Exception as error:  # what it raises here, it raises when it is asked
+        not_ours(error)
+        return False
 
 
 def _accused(found: Examination, role: str, wobble: Wobble) -> Finding:

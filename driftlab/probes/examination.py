@@ -10,8 +10,8 @@ from functools import cached_property
 from driftlab.arithmetic.comparison import Comparison, compare
 from driftlab.arithmetic.locating import Local, local_calls
 from driftlab.arithmetic.passes import CannotRunError, Recorded, on_batch
-from driftlab.arithmetic.shadow import eager
 from driftlab.blame import is_ours
+from driftlab.network.compiled import compiling, eager
 from driftlab.network.pair import Pair
 from driftlab.network.start import Start, start_differences
 from driftlab.probes.probe import Probe
@@ -28,6 +28,7 @@ class Examination:
         trains: whether the two are to be trained; if not, a parameter may be gone into another one.
         narrow_constants: whether one of the two stores constants in float32, so that its float64 is none.
         narrow_state: whether the candidate keeps weights, or its optimizer's state, in fewer bits.
+        compiled: the roles of the networks in which ``torch.compile`` has a part.
     """
 
     pair: Pair
@@ -37,6 +38,7 @@ class Examination:
     narrow_constants: bool = False
     narrow_state: bool = False
     trains: bool = True
+    compiled: list[str] = field(default_factory=list)
 
     @cached_property
     def whole(self) -> Recorded:
@@ -89,13 +91,14 @@ def examine(found: Examination, probes: Iterable[Probe]) -> Iterable[Finding]:
     Raises:
         CannotRunError: one of the two does not run on the batch at all.
     """
-    for probe in probes:
-        with nullcontext() if probe.as_compiled else eager():
-            new = [f.naming(found.pair.counterparts) for f in _asked(probe, found)]
-        found.findings += new
-        yield from new
-        if found.supports(Verdict.NONDETERMINISTIC) and not found.supports(Verdict.BUG):
-            return
+    with compiling(reset=lambda: bool(found.compiled)):
+        for probe in probes:
+            with nullcontext() if probe.as_compiled else eager():
+                new = [f.naming(found.pair.counterparts) for f in _asked(probe, found)]
+            found.findings += new
+            yield from new
+            if found.supports(Verdict.NONDETERMINISTIC) and not found.supports(Verdict.BUG):
+                return
 
 
 def _asked(probe: Probe, found: Examination) -> list[Finding]:

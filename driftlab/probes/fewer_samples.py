@@ -19,7 +19,8 @@ SIZES = (3, 1)
 
 def ask(found: Examination) -> Iterator[Finding]:
     """Batches end in odd ones: three samples, and one, where the reference takes them."""
-    if not found.comparable or found.supports(Verdict.BUG) or found.supports(Verdict.NONDETERMINISTIC):
+    accused = found.supports(Verdict.BUG) or found.supports(Verdict.NONDETERMINISTIC)
+    if not found.comparable or accused or found.network.untold():
         yield PROBE.not_applicable("asked of the same function alone, where runs can be compared")
         return
     asked = []

@@ -12,6 +12,7 @@ from driftlab.arithmetic.constants import besides_constants, rounded_constants
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import first_wrong, slightly_wrong
 from driftlab.arithmetic.passes import CannotRunError, run
+from driftlab.arithmetic.tame import on_shorter_inputs, with_smaller_weights
 from driftlab.probes.details import details
 from driftlab.probes.determinism import wavers
 from driftlab.probes.examination import Examination
@@ -27,13 +28,13 @@ NO_GRADIENT = 1e-6
 
 def ask(found: Examination) -> Iterator[Finding]:
     """On the batch, for the whole network and for every rewritten module."""
-    network, wrong = found.network, found.network.wrong()
-    located = first_wrong(found.local) if wrong else slightly_wrong(found.local)
+    network, wrong, untold = found.network, found.network.wrong(), found.network.untold()
+    located = first_wrong(found.local) if wrong or untold else slightly_wrong(found.local)
     if wrong and (drawn := drawn_otherwise(found, located)):
         yield drawn
         return
     if not wrong and located is None:
-        yield _same(found, network)
+        yield _chaotic(found, untold[0]) if untold else _same(found, network)
         return
     if (why := rounded_constants(found.pair, found.whole, wrong or [located[1]])) is not None:
         found.narrow_constants = True
@@ -75,6 +76,8 @@ def _same(found: Examination, network: Comparison, why: str = "") -> Finding:
         if network.same_bits
         else f"they do: in {how}, {worst:.2g} times what rounding makes"
     )
+    if control := max((d.control / d.size for d in network.differences if d.size), default=0.0):
+        says += f"; one unit in the last place makes {control:.2g} (relative) of the reference itself"
     if len(network.ran) == 1 and not network.same_bits:
         says = "neither float64 nor their float32 path computed in float64 tells: float32 alone runs"
     if why:
@@ -90,6 +93,29 @@ def _same(found: Examination, network: Comparison, why: str = "") -> Finding:
             "; given float64, it computes in fewer bits all the same, which is no difference in the function"
         )
     return PROBE.finding(worst, Verdict.BIT_IDENTICAL if network.same_bits else Verdict.ROUND_OFF, says)
+
+
+def _chaotic(found: Examination, d: Difference) -> Finding:
+    """Nothing can be told on these inputs: on shorter ones, and with smaller weights."""
+    shorter, smaller = (look(found.pair, found.whole) for look in (on_shorter_inputs, with_smaller_weights))
+    own = (
+        f"one unit in the last place of float64 makes {d.control / d.size:.2g} (relative) of the reference's"
+    )
+    says = f"{own} {d.pass_}: chaotic, so that these inputs tell nothing"
+    for told in (t for t in (shorter, smaller) if t):
+        if wrong := told.comparison.wrong():
+            excess = min(_excess_of(wrong[0], told.comparison), 1e300) * HALFWAY
+            off = f"{says}; {told.of} they are {wrong[0].relative:.2g} (relative) off"
+            if told is shorter:
+                return PROBE.finding(excess, Verdict.BUG, f"{{place}}: {off}", Place("", wrong[0].pass_, 0))
+            return PROBE.finding(excess, None, f"{off}: a fault further on, or weights that must not shrink")
+    if shorter is None or smaller is None:
+        excess = min(_excess_of(replace(d, control=0.0), found.network), 1e300) * HALFWAY
+        return PROBE.finding(excess, None, f"{says}, nor do shorter ones or smaller weights")
+    worst = max(_excess_of(e, t.comparison) for t in (shorter, smaller) for e in t.comparison.differences)
+    return PROBE.finding(
+        worst * HALFWAY, Verdict.ROUND_OFF, f"{says}; they do {shorter.of}, and {smaller.of}"
+    )
 
 
 def _wrong(difference: Difference, network: Comparison) -> str:
@@ -164,5 +190,4 @@ PROBE = Probe(
     order=20,
     ask=ask,
     asserted=True,
-    as_compiled=True,
 )

@@ -24,6 +24,10 @@ def ask_last_step(
     if last.wrong:
         searched = earlier() if earlier else snapshots
         return locate(searched, first_wrong(searched, steps)) or locate(snapshots, steps)
+    if last.network.untold():
+        return [
+            PROBE.not_applicable("the network is chaotic there: one unit in the last place changes it all")
+        ]
     if not last.network.narrow():
         return [PROBE.finding(0.0, None, f"they do, at step {steps}")]
     return [at_later_step(f, steps) for f in PRECISION.ask(last) if f.evidence.supports]

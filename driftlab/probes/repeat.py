@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from driftlab.lockstep.window import Snapshots, same_rows
-from driftlab.probes.determinism import is_compiled, repeats
+from driftlab.network.compiled import is_scripted
+from driftlab.probes.determinism import repeats
 from driftlab.probes.later import examination_at
 from driftlab.probes.probe import Probe
 from driftlab.record.seed_record import SeedRecord
@@ -15,9 +16,9 @@ RARE = 32  # repetitions in search of what struck once
 def ask_repeat(snapshots: Snapshots, record: SeedRecord, second: SeedRecord) -> Finding:
     """Hold the rows of a window against those of a second run of its float32 pair."""
     pair = snapshots.pair
-    if is_compiled(pair.reference) or is_compiled(pair.candidate):
+    if is_scripted(pair.reference) or is_scripted(pair.candidate):
         # its first calls are profiled, and the two runs do not evaluate at the same steps
-        return PROBE.not_applicable("not asked of compiled code")
+        return PROBE.not_applicable("not asked of scripted code")
     step = same_rows(record, second)
     if step is None:
         return PROBE.finding(0.0, None, f"it does, {len(second.curves) - 1} updates")

@@ -122,7 +122,8 @@ def ask(found: Examination) -> Iterator[Finding]:
     where = f"{bound.pass_} of {name}, sums of up to {bound.terms} products"
     says = f"at most {bound.share:.2g} of it ({where}): {bound.bits:.1f} bits of |W| * |x| agree"
     if bound.share > 1:
-        says += "; more than reordering a float32 sum can make"
+        says += "; more than reordering a float32 sum can make. Another algorithm (Winograd, FFT) may: what "
+        says += "it loses, precision says"
     yield PROBE.finding(bound.share, None, says)
 
 

@@ -1,9 +1,9 @@
 """Do the two optimizers move folded weights alike, given the same gradients?
 
-The network takes no part: both get the same random gradients, step after step, from weights that are nowhere
-zero. Update rules act on one entry at a time (SGD, Adam, AdamW), so a folded update must agree but for
-rounding. One that looks at whole tensors (a norm, as in LARS) does something else once a rewrite has cut a
-tensor.
+The network takes no part: both get the same random gradients, step after step, from equal weights that are
+nowhere zero, whatever the two start from: how they move is what is compared. Update rules act on one entry at
+a time (SGD, Adam, AdamW), so a folded update must agree but for rounding. One that looks at whole tensors (a
+norm, as in LARS) does something else once a rewrite has cut a tensor.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from driftlab.arithmetic.shadow import Shadow, held, shadow_arithmetic, shadowed
 from driftlab.blame import theirs as called
-from driftlab.fold import Fold, FoldError, identity_fold
+from driftlab.fold import Fold, identity_fold
 from driftlab.fold.layout import relative_distance
-from driftlab.fold.unfold import put_weights
+from driftlab.fold.unfold import put_weights_or_fold
 from driftlab.network.calling import copied
 from driftlab.network.pair import Pair
 from driftlab.network.start import owner, setting_differences
@@ -41,12 +41,15 @@ class Update:
         tensor: the reference's name of it.
         measured: relative distance after that update; NaN where the reference's is not finite.
         why: what explains it, in words, where something does.
+        touched, compared: how many tensors went another way in that update, of how many that train.
     """
 
     tensor: str
     place: Place
     measured: float
     why: str | None
+    touched: int = 1
+    compared: int = 1
 
     @property
     def beyond(self) -> bool:
@@ -74,29 +77,35 @@ def wrong_update(pair: Pair, steps: int, in_shadow: bool = False) -> Update | No
             for _, stepper in both:
                 stepper.step()
             with _disable_current_modes():
-                worst = _furthest(mine, theirs, fold)
-            if worst and math.isnan(worst[1]):
-                return Update(worst[0], Place(owner(worst[0]), "update", step), math.nan, None)
-            if worst and worst[1] > THRESHOLD:
-                name, off = worst
-                explained = setting_differences(*both, fold)
-                why = explained.get(name) or _why(name, fold, both)
-                return Update(name, Place(owner(name), "update", step), off, why)
+                apart = _apart(mine, theirs, fold)
+            if found := _other_way(apart, step, fold, both):
+                return found
     return None
 
 
+def _other_way(apart: dict[str, float], step: int, fold: Fold, both: tuple) -> Update | None:
+    name = next((n for n, off in apart.items() if math.isnan(off)), None)
+    name = name or max(apart, key=apart.__getitem__, default=None)
+    if name is None or apart[name] <= THRESHOLD:
+        return None
+    place = Place(owner(name), "update", step)
+    if math.isnan(apart[name]):
+        return Update(name, place, math.nan, None)
+    why = setting_differences(*both, fold).get(name) or _why(name, fold, both)
+    touched = sum(off > THRESHOLD for off in apart.values())
+    moved = sum(p.requires_grad for n, p in both[0][0].named_parameters() if n in apart)
+    return Update(name, place, apart[name], why, touched, max(moved, touched))
+
+
 def _leave_zero(mine: nn.Module, theirs: nn.Module, fold: Fold, generator: torch.Generator) -> None:
-    """Weights of their own size but nowhere zero, so that weight decay shows; or as they are."""
+    """Equal weights of their own size but nowhere zero, so that weight decay shows."""
 
     def values(name: str, tensor: Tensor) -> Tensor:
         noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         scale = float(tensor.std(correction=0)) if tensor.numel() > 1 else 0.0
         return noise.to(tensor.device) * (scale or 0.1)
 
-    try:
-        put_weights(mine, theirs, fold, values)
-    except FoldError:
-        return
+    put_weights_or_fold(mine, theirs, fold, values)
 
 
 def _same_gradients(mine: nn.Module, theirs: nn.Module, fold: Fold, generator: torch.Generator) -> None:
@@ -125,8 +134,8 @@ def _as(parameter: Tensor, gradient: Tensor, sparse: set[int]) -> Tensor:
     return values.to(parameter.dtype).to_sparse(1) if id(parameter) in sparse else values
 
 
-def _furthest(mine: nn.Module, theirs: nn.Module, fold: Fold) -> tuple[str, float] | None:
-    """The tensor that is furthest off and by how much; NaN of one that is not finite in the reference."""
+def _apart(mine: nn.Module, theirs: nn.Module, fold: Fold) -> dict[str, float]:
+    """How far each tensor is off; NaN of one that is not finite in the reference."""
     folded = fold({n: held(p).detach() for n, p in theirs.named_parameters()})
     apart = {}
     for name, parameter in mine.named_parameters():
@@ -134,11 +143,10 @@ def _furthest(mine: nn.Module, theirs: nn.Module, fold: Fold) -> tuple[str, floa
             own = held(parameter).detach()
             off = float(relative_distance(folded[name], own))
             if not math.isfinite(off):  # only then: a GPU is waited for at each answer
-                if not bool(own.isfinite().all()):
-                    return name, math.nan
-                off = off if bool(folded[name].isfinite().all()) else math.inf
+                known = bool(own.isfinite().all())
+                off = math.nan if not known else off if bool(folded[name].isfinite().all()) else math.inf
             apart[name] = off
-    return max(apart.items(), key=lambda item: item[1], default=None)
+    return apart
 
 
 def _why(name: str, fold: Fold, both: tuple) -> str | None:
@@ -177,7 +185,8 @@ def ask(found: Examination) -> Iterator[Finding]:
         return
     why = f": {update.why}" if update.why else ""
     goes = f"{update.tensor} goes another way in update {update.place.step}"
-    says = f"{goes}, {update.measured:.2g} (relative) off{why}"
+    how_many = f"{update.touched} of {update.compared} tensors do"
+    says = f"{goes}, {update.measured:.2g} (relative) off ({how_many}){why}"
     if fewer_bits:
         found.narrow_state = True
         says += "; with the rounding taken away it does not"

@@ -15,6 +15,8 @@ In this order, the first that applies:
    alone -> ``inconclusive``
 8. the same function -> ``round_off``
 
+A number above its threshold that nothing explains makes 3 and 8 ``inconclusive`` (``verdict.unexplained``).
+
 Where a probe that decides failed in driftlab's own code, only rule 2 holds; all else is ``inconclusive``.
 """
 
@@ -31,7 +33,9 @@ from driftlab.verdict.envelope import PAIRS
 from driftlab.verdict.evidence import DRIFT, DTYPE_RATIO, FLOAT32_START, SAME_BITS
 from driftlab.verdict.outcomes import STABILITY, accuracy_evidence, stability
 from driftlab.verdict.outcomes import outcomes as outcomes_over_seeds
+from driftlab.verdict.unexplained import explained, is_above, unexplained
 from driftlab.words import (
+    AS_COMPILED,
     EXCESS,
     FUNCTION,
     PROCESS_SETTINGS,
@@ -90,7 +94,7 @@ def _probes(records: Sequence[SeedRecord]) -> list[Finding]:
 
 
 def _speaks(finding: Finding) -> bool:
-    if finding.evidence.status is Status.FAILED:
+    if finding.evidence.status is Status.FAILED or (finding.decides and is_above(finding.evidence)):
         return True
     return finding.evidence.supports not in (None, Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
 
@@ -114,21 +118,20 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
         pair, excess = replace(pair, supports=None), None
     evaluation, eval_place = envelope.evaluation(records, subject)
     if any(f.evidence.probe == EXCESS and f.evidence.supports is Verdict.ROUND_OFF for f in probes):
-        # looked at on the spot: rounding, carried on
-        pair, excess = replace(pair, supports=None), None
-        evaluation, eval_place = replace(evaluation, supports=None), None
+        (pair, evaluation), excess, eval_place = map(_carried_on, (pair, evaluation)), None, None
     outcomes = outcomes_over_seeds(records, subject)
     place = _place(records, excess, eval_place)
-    evidence = [
+    measured = [
         curves.same_bits(records, subject),
         pair,
         curves.dtype_ratio(records, subject),
         evaluation,
         curves.float32_start(records, subject, place is None),
         curves.drift(records, subject),
-        stability(outcomes),
-        *accuracy_evidence(records, subject),
     ]
+    evidence = explained(measured, {f.evidence.probe: f.evidence for f in probes})
+    deciding = [*(f.evidence for f in probes if f.decides), *evidence[1:]]  # that they differ is no fault
+    evidence += [stability(outcomes), *accuracy_evidence(records, subject)]
     found = {e.probe: e for e in evidence} | {f.evidence.probe: f.evidence for f in probes}
     failed = next((f.evidence for f in probes if f.decides and f.evidence.status is Status.FAILED), None)
     controlled = all("control.float64" in r.arms for r in records)
@@ -136,13 +139,29 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
     unseen = next((f.evidence for f in probes if f.evidence.supports is Verdict.INCONCLUSIVE), None)
     if unseen and verdict is not Verdict.BUG:
         verdict = Verdict.INCONCLUSIVE
+    strange = unexplained(deciding) if verdict in (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL) else None
+    verdict = Verdict.INCONCLUSIVE if strange else verdict
     if verdict is Verdict.REDUCED_PRECISION and narrow:
         place = narrow.place
-    headline = _failed(failed) if failed else _headline(verdict, found, subject, place, len(records))
+    headline = (
+        _failed(failed)
+        if failed
+        else _open(strange)
+        if strange
+        else _headline(verdict, found, subject, place, len(records))
+    )
     if unseen and not failed and verdict is Verdict.INCONCLUSIVE:
         headline = f"{unseen.reading} ({len(records)} seed{'s' if len(records) > 1 else ''})"
     named = place if verdict in (Verdict.BUG, Verdict.REDUCED_PRECISION) else None
     return Judgement(verdict, headline, [f.evidence for f in probes] + evidence, named, outcomes)
+
+
+def _carried_on(evidence: Evidence) -> Evidence:
+    """Evidence of the curves, after a look on the spot that found both equal there."""
+    if not is_above(evidence):
+        return evidence
+    reading = f"{evidence.reading}; looked at on the spot, both agree: rounding, carried on"
+    return replace(evidence, supports=Verdict.ROUND_OFF, reading=reading)
 
 
 # Which evidence says that both compute the same function. The control is its own yardstick, so the ratio
@@ -157,7 +176,8 @@ _SAME_FUNCTION = {
 def _verdict(found: dict[str, Evidence], subject: str, place: Place | None, controlled: bool) -> Verdict:
     supports = {probe: e.supports for probe, e in found.items()}
     # the window runs compiled code as it was written, so that the first step has a say as well
-    if supports[SAME_BITS.name] and supports.get(FUNCTION, Verdict.BIT_IDENTICAL) is Verdict.BIT_IDENTICAL:
+    first = (supports.get(probe, Verdict.BIT_IDENTICAL) for probe in (FUNCTION, AS_COMPILED))
+    if supports[SAME_BITS.name] and all(found is Verdict.BIT_IDENTICAL for found in first):
         return supports.get(PROCESS_SETTINGS) or Verdict.BIT_IDENTICAL
     if place is not None:
         return Verdict.BUG
@@ -205,6 +225,11 @@ _SENTENCES = {
 
 def _failed(evidence: Evidence) -> str:
     return f"no verdict, for a mistake of driftlab's own: the probe {evidence.probe} {evidence.reading}"
+
+
+def _open(evidence: Evidence) -> str:
+    above = f"{evidence.probe} measures {evidence.measured:.3g}, above {evidence.threshold:.3g}"
+    return f"{above}, and nothing explains it: {evidence.reading}"
 
 
 def _headline(verdict: Verdict, found: dict[str, Evidence], subject: str, place: Place | None, n: int) -> str:

@@ -160,3 +160,43 @@ def test_weights_that_start_from_zero_decay_too():
 def test_an_optimizer_written_by_hand_does_as_torchs_own(in_shadow):
     both = subject(lambda m: sgd(m, weight_decay=0.0), lambda m: Kept(m.parameters(), lr=0.1))
     assert wrong_update(both, 4, in_shadow) is None
+
+
+class Backbone(nn.Module):
+    """Frozen, its norm in eval mode; only the head is trained."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8).eval(), nn.Linear(8, 4)
+        for tensor in (self.norm.weight.data, self.norm.running_var):
+            tensor.uniform_(0.5, 2)
+        for part in (self.conv, self.norm):
+            part.requires_grad_(False)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x):
+        return self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
+
+
+def folded_norm(model):
+    model.conv = torch.nn.utils.fuse_conv_bn_eval(model.conv.eval(), model.norm).requires_grad_(False)
+    model.norm = nn.Identity()
+    return model
+
+
+@pytest.mark.parametrize("make", [sgd, MAKES["AdamW"]], ids=["SGD", "AdamW"])
+def test_a_frozen_backbone_with_folded_norms_moves_alike(make):
+    assert wrong_update(subject(make, rewrite=folded_norm, reference=Backbone()), 4) is None
+
+
+def test_a_fault_says_how_many_of_the_trained_tensors_it_touches():
+    halved = lambda m: sgd(m, lr=0.05)  # noqa: E731
+    found = wrong_update(subject(other=halved, rewrite=folded_norm, reference=Backbone()), 4)
+    assert (found.place.module, found.touched, found.compared) == ("head", 2, 2)
+    found = wrong_update(subject(other=lambda m: grouped(m, lr=0.05)), 3)
+    assert (found.touched, found.compared) == (1, 6)
