@@ -47,18 +47,18 @@ class SharedBias(Stepped):
 
 
 @real_bug(
-    "lstm_gates_in_the_order_of_tensorflow",
-    "https://github.com/tensorflow/tensorflow/issues/29308",
-    "weights between TensorFlow 1.13's cells (i, j, f, o) and cuDNN's (i, f, j, o)",
+    "lstm_gates_in_the_order_of_onnx",
+    "https://github.com/CrispStrobe/CrispASR/pull/106",
+    "CrispASR before May 2026 (pyannote's LSTM, ONNX's i, o, f, c against torch's i, f, g, o)",
     at="lstm",
     on=recurrent,
 )
 class OtherOrder(Stepped):
-    """The new value and the forget gate are read in each other's place."""
+    """The weights lie in one library's order of gates and are read in the other's."""
 
     def gates(self, sums: Tensor) -> tuple[Tensor, ...]:
-        i, second, third, o = sums.unflatten(1, (4, -1)).unbind(1)
-        f, g = (second, third) if self.mended else (third, second)
+        first, second, third, fourth = sums.unflatten(1, (4, -1)).unbind(1)
+        i, f, g, o = (first, second, third, fourth) if self.mended else (first, third, fourth, second)
         return torch.sigmoid(i), torch.sigmoid(f), torch.tanh(g), torch.sigmoid(o)
 
 
