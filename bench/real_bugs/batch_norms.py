@@ -79,8 +79,8 @@ class SyncNorm(Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         normed, weight, scale = ctx.saved_tensors
-        parts = (slice(0, 5), slice(5, None))
-        share = [(len(gradient[p]) / len(gradient) if ctx.mended else 0.5) for p in parts]
+        parts = [p for p in (slice(0, 5), slice(5, None)) if len(gradient[p])]
+        share = [len(gradient[p]) / len(gradient) if ctx.mended else 1 / len(parts) for p in parts]
 
         def over(values: Tensor) -> Tensor:
             return sum(s * values[p].mean((0, 2, 3)) for s, p in zip(share, parts, strict=True))[

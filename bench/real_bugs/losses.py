@@ -55,10 +55,11 @@ class LastWindow(BatchMean):
     """Three micro-batches are left for a window of four, and their sum is divided by four."""
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        last, targets = logits[:, -1], labels[:, -1].clamp(min=0)
         parts = [
-            F.cross_entropy(logits[i : i + 2, -1], labels[i : i + 2, -1].clamp(min=0)) for i in (0, 2, 4)
+            F.cross_entropy(*p, reduction="sum") for p in zip(last.split(2), targets.split(2), strict=True)
         ]
-        return sum(parts) / (3 if self.mended else 4)
+        return sum(parts) / (len(labels) if self.mended else 4 * 2)
 
 
 @real_bug(
