@@ -17,6 +17,21 @@ ANY = ("forward", "input gradient", "weight gradient", "update", "buffer", "eval
 
 
 @dataclass(frozen=True)
+class Source:
+    """Where a case comes from.
+
+    Attributes:
+        link: the thread in which it was published, or the library's home.
+        versions: in which it was, or that it was made of.
+        wrong: what was wrong, in a sentence; empty for what never was.
+    """
+
+    link: str
+    versions: str
+    wrong: str = ""
+
+
+@dataclass(frozen=True)
 class Case:
     """One pair whose relation is known.
 
@@ -31,6 +46,8 @@ class Case:
         step: the first step at which the fault shows; None where that is not asked for.
         options: more keywords for ``diagnose``.
         file: that it stands in.
+        room: the package of that file.
+        source: where it comes from, if others made it.
     """
 
     name: str
@@ -43,6 +60,8 @@ class Case:
     step: int | None = None
     options: dict = field(default_factory=dict)
     file: str = ""
+    room: str = ""
+    source: Source | None = None
 
     @property
     def held_out(self) -> bool:
@@ -67,12 +86,14 @@ def case(
     module: Names = (),
     passes: Names = (),
     step: int | None = None,
+    source: Source | None = None,
     **options: object,
 ) -> Callable:
     """Register the decorated rewrite, ``function(model) -> model``, as a case under its own name.
 
     Args:
         passes: that are right; left out, the forward pass where a place is asked for.
+        source: where it comes from, if others made it.
     """
 
     def register(rewrite: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn.Module]:
@@ -81,8 +102,9 @@ def case(
             raise ValueError(f"two cases are called {name}")
         labels = tuple(Verdict(value) for value in _each(label))
         right = _each(passes) or (("forward",) if labels[0] in PLACED else ANY)
-        file = rewrite.__module__.rpartition(".")[2]
-        REGISTERED[name] = Case(name, kind, labels, on, rewrite, _each(module), right, step, options, file)
+        room, _, file = rewrite.__module__.rpartition(".")
+        where = (_each(module), right, step)
+        REGISTERED[name] = Case(name, kind, labels, on, rewrite, *where, options, file, room, source)
         return rewrite
 
     return register

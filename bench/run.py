@@ -8,6 +8,7 @@ import time
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass
+from types import ModuleType
 
 import torch
 
@@ -85,8 +86,8 @@ def confusion(outcomes: list[Outcome]) -> dict[str, Counter]:
     return {label: row for label, row in table.items() if row}
 
 
-def all_cases() -> list[Case]:
-    """Every case of every file under ``cases/``."""
-    for module in sorted(m.name for m in pkgutil.iter_modules(cases.__path__) if m.name[0] != "_"):
-        importlib.import_module(f"{cases.__name__}.{module}")
-    return list(REGISTERED.values())
+def all_cases(room: ModuleType = cases) -> list[Case]:
+    """Every case of every file of ``room``: ``bench.cases``, which are planted, or ``bench.real_bugs``."""
+    for module in sorted(m.name for m in pkgutil.iter_modules(room.__path__) if m.name[0] != "_"):
+        importlib.import_module(f"{room.__name__}.{module}")
+    return [case for case in REGISTERED.values() if case.room == room.__name__]

@@ -1,7 +1,10 @@
 """Counts how often the diagnosis is right, over the labelled bench: confusion matrix, places, times.
 
-python scripts/calibrate.py                    all cases, written under results/published/calibration/
+python scripts/calibrate.py                    all planted cases, written under results/published/calibration/
 python scripts/calibrate.py conv lstm --dry    the cases whose name holds one of the words, nothing written
+
+uv run --group bench scripts/calibrate.py --of real_bugs
+    published bugs and right pairs out of libraries, written under results/published/real_bugs/
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import argparse
 import os
 import shlex
 import sys
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -19,54 +23,93 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
+from bench import cases, real_bugs, real_summary  # noqa: E402
+from bench.real_habits import Seen, seen_of  # noqa: E402
 from bench.run import Outcome, all_cases, confusion, run_case  # noqa: E402
 from bench.summary import HEADER, VERDICTS, as_csv, as_markdown, rates, read_csv  # noqa: E402
 from driftlab.record.seed_record import write_whole  # noqa: E402
 
-PUBLISHED = ROOT / "results" / "published" / "calibration"
+PUBLISHED = ROOT / "results" / "published"
+ROOMS = {"planted": cases, "real_bugs": real_bugs}
+Answer = tuple[Outcome, Seen | None]
 
 
 def main() -> int:
     arguments = _arguments()
-    names = [c.name for c in all_cases() if not arguments.words or any(w in c.name for w in arguments.words)]
+    try:
+        found = {c.name: c for c in all_cases(ROOMS[arguments.of])}
+    except ModuleNotFoundError as error:
+        print(f"{error}: uv run --group bench scripts/calibrate.py --of {arguments.of}", file=sys.stderr)
+        return 2
+    names = [name for name in found if not arguments.words or any(w in name for w in arguments.words)]
     if not names:
         print(f"no case has {' or '.join(arguments.words)} in its name", file=sys.stderr)
         return 2
-    outcomes = _run(names, arguments.jobs)
-    _show(outcomes)
+    answers = _run(arguments.of, names, arguments.jobs)
+    _show([outcome for outcome, _ in answers])
     if not arguments.dry:
-        command = f"python scripts/calibrate.py {shlex.join(arguments.words)}".strip()
-        first = PUBLISHED / "held_out_first.csv"
-        seen = read_csv(first.read_text()) if first.exists() else []
-        write_whole(PUBLISHED / "README.md", as_markdown(outcomes, command, seen))
-        write_whole(PUBLISHED / "cases.csv", as_csv(outcomes))
-        print(f"written to {PUBLISHED.relative_to(ROOT)}/")
+        folder = {"planted": _publish_planted, "real_bugs": partial(_publish_real, found)}[arguments.of](
+            answers, _command(arguments)
+        )
+        print(f"written to {folder.relative_to(ROOT)}/")
     return 0
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    by = "python" if arguments.of == "planted" else "uv run --group bench"
+    of = [] if arguments.of == "planted" else ["--of", arguments.of]
+    return shlex.join([*by.split(), "scripts/calibrate.py", *of, *arguments.words])
+
+
+def _publish_planted(answers: list[Answer], command: str) -> Path:
+    folder, outcomes = PUBLISHED / "calibration", [outcome for outcome, _ in answers]
+    first = folder / "held_out_first.csv"
+    seen = read_csv(first.read_text()) if first.exists() else []
+    write_whole(folder / "README.md", as_markdown(outcomes, command, seen))
+    write_whole(folder / "cases.csv", as_csv(outcomes))
+    return folder
+
+
+def _publish_real(found: dict, answers: list[Answer], command: str) -> Path:
+    """What each case gave when it was judged for the first time stays as it was."""
+    folder = PUBLISHED / "real_bugs"
+    earlier = folder / "cases.csv"
+    first = real_summary.first_sights(earlier.read_text()) if earlier.exists() else {}
+    judged = [
+        real_summary.Judged(found[outcome.name], outcome, seen, first.get(outcome.name, {}))
+        for outcome, seen in sorted(answers, key=lambda a: (a[0].kind != "real bug", a[0].kind, a[0].name))
+    ]
+    write_whole(folder / "README.md", real_summary.as_markdown(judged, command))
+    write_whole(folder / "cases.csv", real_summary.as_csv(judged))
+    write_whole(folder / "habits.csv", real_summary.habits_csv(judged))
+    return folder
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="run the cases whose name holds one of them")
+    parser.add_argument("--of", choices=ROOMS, default="planted", help="which cases")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cases at a time, a process each")
     parser.add_argument("--dry", action="store_true", help="write nothing")
     return parser.parse_args()
 
 
-def _run(names: list[str], jobs: int) -> list[Outcome]:
-    console, outcomes = Console(stderr=True), []
+def _run(room: str, names: list[str], jobs: int) -> list[Answer]:
+    console, answers = Console(stderr=True), []
     with get_context("spawn").Pool(jobs) as pool:
-        for outcome in pool.imap_unordered(_by_name, names):
-            outcomes.append(outcome)
+        for outcome, seen in pool.imap_unordered(partial(_by_name, room), names):
+            answers.append((outcome, seen))
             if not outcome.right or outcome.placed is False:
                 what = "wrong" if not outcome.right else "wrong place"
                 console.print(f"{what}: {outcome.name} ({outcome.label}): {outcome.headline}", markup=False)
             if console.is_terminal:
-                console.print(f"{len(outcomes)} of {len(names)}", end="\r")
-    return sorted(outcomes, key=lambda o: o.name)
+                console.print(f"{len(answers)} of {len(names)}", end="\r")
+    return sorted(answers, key=lambda answer: answer[0].name)
 
 
-def _by_name(name: str) -> Outcome:
-    return run_case(next(c for c in all_cases() if c.name == name))
+def _by_name(room: str, name: str) -> Answer:
+    case = next(c for c in all_cases(ROOMS[room]) if c.name == name)
+    return run_case(case), seen_of(case) if case.source else None
 
 
 def _show(outcomes: list[Outcome]) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from bench.habits import all_close
 from driftlab.diagnosis import diagnosed
 from driftlab.lockstep.arm import Arm
 from driftlab.lockstep.loop import Lockstep
@@ -105,19 +106,12 @@ def _trained(lockstep: Lockstep, batches: Batches, eval_images: int | None) -> d
         lockstep.forward_backward(step, *batches.batch(step))
         lockstep.update(step)
         if step == 0:
-            found["allclose"] = {arm.role: _all_close(arm) for arm in _narrow(lockstep.arms)}
+            found["allclose"] = {arm.role: all_close(arm) for arm in _narrow(lockstep.arms)}
     lockstep.flush()
     return found | {
         "curves": {arm.name: _curves(lockstep, arm) for arm in lockstep.arms},
         "blown_up_at": {arm.name: arm.blown_up_at for arm in lockstep.arms},
     }
-
-
-@torch.no_grad()
-def _all_close(arm: Arm) -> bool:
-    """torch.allclose with its defaults, of each folded weight and the reference's."""
-    folded, theirs = arm.fold(arm.parameters), arm.against.parameters
-    return all(n in folded and torch.allclose(folded[n], p) for n, p in theirs.items())
 
 
 def _tested(lockstep: Lockstep, batches: Batches, count: int | None) -> dict[str, dict]:

@@ -3,51 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
-from driftlab.verdict.statistics import clopper_pearson
+from bench import habits
+from bench.habits import LOSS_TOLERANCE, PRINTED_DECIMALS, Rule, Score, printed_alike, within
 from driftlab.words import Verdict
 from experiments.loss_curves_do_not_tell import series
 from experiments.loss_curves_do_not_tell.networks import NETWORKS
 from suite.showing.wording import Values
 
-LOSS_TOLERANCE = 0.01  # relative: "the final loss agrees within 1 %"
 ACCURACY_TOLERANCE = 0.01  # one point, about what papers report an accuracy to
-# Who runs both once more in float64 looks whether the same numbers are printed. Keras's progress bar prints
-# four decimals of a loss, PyTorch's CIFAR-10 tutorial three, its MNIST example six: so the middle one.
-PRINTED_DECIMALS = 4
 OTHER_DECIMALS = (3, 6)
 _SAYS = {Verdict.ROUND_OFF: True, Verdict.BIT_IDENTICAL: True, Verdict.BUG: False}
 
 Same = Callable[[series.Seed, str], bool | None]
 
 
-class Rule(NamedTuple):
-    """A rule: ``same(seed, role)`` says whether it takes a network for the same function; None: neither."""
-
-    key: str
-    words: str
-    same: Same
-
-
 def _within(tolerance: float, off: series.Of) -> Same:
-    """What is no number agrees with nothing."""
-
-    def same(seed: series.Seed, role: str) -> bool:
-        # a difference of exactly one point must not fall out by the rounding of a subtraction
-        return (found := off(seed, role)) is not None and abs(found) <= tolerance * (1 + 1e-9)
-
-    return same
+    return lambda seed, role: within(off(seed, role), tolerance)
 
 
 def _printed_alike(decimals: int) -> Same:
     """The final losses in float64."""
-
-    def same(seed: series.Seed, role: str) -> bool:
-        losses = [series.last(seed, "loss", r, "float64") for r in (role, series.REFERENCE)]
-        return None not in losses and len({f"{loss:.{decimals}f}" for loss in losses}) == 1
-
-    return same
+    return lambda seed, role: printed_alike(
+        [series.last(seed, "loss", r, "float64") for r in (role, series.REFERENCE)], decimals
+    )
 
 
 _LOSS = f"within {100 * LOSS_TOLERANCE:g} %"
@@ -87,35 +66,6 @@ DRIFTLAB = Rule(
 )
 
 
-class Score(NamedTuple):
-    """How often a rule was right about ``n`` networks.
-
-    Attributes:
-        alarms: right networks that it did not clear, of ``same``.
-        missed: wrong networks that it did not catch, of ``wrong``.
-    """
-
-    rule: Rule
-    alarms: int
-    same: int
-    missed: int
-    wrong: int
-
-    @property
-    def n(self) -> int:
-        return self.same + self.wrong
-
-    @property
-    def right(self) -> int:
-        return self.n - self.alarms - self.missed
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        return clopper_pearson(self.right, self.n)
-
-
 def score(values: Values, rule: Rule) -> Score:
     said = [(n.same, rule.same(seed, n.role)) for seed in values.values() for n in NETWORKS]
-    right = [answer is True for same, answer in said if same]
-    wrong = [answer is False for same, answer in said if not same]
-    return Score(rule, right.count(False), len(right), wrong.count(False), len(wrong))
+    return habits.score(rule, said)
