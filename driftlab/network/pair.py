@@ -75,7 +75,7 @@ class Pair:
 
     def evaluating(self) -> Pair:
         """The pair in eval mode with nothing to train: its passes are forward passes alone."""
-        mine, theirs = (copied(m).eval().requires_grad_(False) for m in (self.reference, self.candidate))
+        mine, theirs = (copied(m).eval() for m in (self.reference, self.candidate))
         return replace(self, reference=mine, candidate=theirs, loss=None)
 
     def in_step(self, reference: nn.Module, candidate: nn.Module) -> Pair:

@@ -54,7 +54,8 @@ def placed(
     place = Place(parted[0], _pass_of(pass_, parted[0], wrong), 0, parted[1])
     if damped and _within(module, place.module):  # the border moved: what is seen of it is the parent's
         return place, (place.module and found.local.wrong(place.module)) or wrong[0]
-    exacter = moved or not located or _within(place.module, module)
+    # of a gradient that no call explains its owner says more than the whole network does
+    exacter = moved or _within(place.module, module) or (not located and place.module)
     return (place, difference) if exacter else _of(pair, module, difference)
 
 

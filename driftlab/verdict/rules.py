@@ -176,8 +176,10 @@ _SAME_FUNCTION = {
 def _verdict(found: dict[str, Evidence], subject: str, place: Place | None, controlled: bool) -> Verdict:
     supports = {probe: e.supports for probe, e in found.items()}
     # the window runs compiled code as it was written, so that the first step has a say as well
-    first = (supports.get(probe, Verdict.BIT_IDENTICAL) for probe in (FUNCTION, AS_COMPILED))
-    if supports[SAME_BITS.name] and all(found is Verdict.BIT_IDENTICAL for found in first):
+    asked = [
+        e for p in (FUNCTION, AS_COMPILED) if (e := found.get(p)) and e.status is not Status.NOT_APPLICABLE
+    ]
+    if supports[SAME_BITS.name] and all(e.supports is Verdict.BIT_IDENTICAL for e in asked):
         return supports.get(PROCESS_SETTINGS) or Verdict.BIT_IDENTICAL
     if place is not None:
         return Verdict.BUG
