@@ -136,9 +136,13 @@ class Difference:
     @property
     def lost(self) -> float:
         """How much worse the candidate's float32 is than the reference's, at least one unit round-off."""
-        worse = self.errors.get("candidate", 0.0)
-        own = max(self._own_error, self.errors.get("control", 0.0))
+        worse, own = self.errors.get("candidate", 0.0), self.expected_error
         return worse / own if worse and own else 0.0
+
+    @property
+    def expected_error(self) -> float:
+        """Of a float32 that loses nothing: the reference's, or what one unit makes of the reference."""
+        return max(self._own_error, self.errors.get("control", 0.0))
 
     @property
     def _own_error(self) -> float:

@@ -62,7 +62,9 @@ def _worst(found: list[Difference]) -> dict[str, float | None]:
     return {
         "float32": _digits(_relative(worst, worst.apart["float32"])),
         "exact": _digits(_relative(worst, worst.apart[exact])) if exact else None,
-        "float32_explained": _digits(_relative(worst, HALFWAY_BITS * _own_error(worst))) if exact else None,
+        "float32_explained": _digits(_relative(worst, HALFWAY_BITS * (worst.expected_error or math.inf)))
+        if exact
+        else None,
         "exact_explained": _digits(_relative(worst, _explained(worst, exact))) if exact else None,
     }
 
@@ -76,12 +78,6 @@ def _explained(d: Difference, arithmetic: str) -> float:
     """The difference at which ``excess`` is 1."""
     one = replace(d, apart={arithmetic: 1.0}).excess(arithmetic)
     return 1 / one if one else math.inf
-
-
-def _own_error(d: Difference) -> float:
-    """The reference's float32 error as ``lost`` takes it: at least one unit round-off."""
-    lost = replace(d, errors=d.errors | {"candidate": 1.0}).lost
-    return 1 / lost if lost else math.inf
 
 
 def _digits(value: float) -> float:
