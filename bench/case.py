@@ -69,7 +69,8 @@ class Case:
         return self.file.startswith("heldout")
 
 
-REGISTERED: dict[str, Case] = {}
+# by the folder that a case stands in, and its name: the benches may use the same words
+REGISTERED: dict[tuple[str, str], Case] = {}
 
 Names = str | tuple[str, ...]
 
@@ -98,13 +99,13 @@ def case(
 
     def register(rewrite: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], nn.Module]:
         name = rewrite.__name__
-        if name in REGISTERED:
-            raise ValueError(f"two cases are called {name}")
         labels = tuple(Verdict(value) for value in _each(label))
         right = _each(passes) or (("forward",) if labels[0] in PLACED else ANY)
         room, _, file = rewrite.__module__.rpartition(".")
+        if (room, name) in REGISTERED:
+            raise ValueError(f"two cases of {room} are called {name}")
         where = (_each(module), right, step)
-        REGISTERED[name] = Case(name, kind, labels, on, rewrite, *where, options, file, room, source)
+        REGISTERED[room, name] = Case(name, kind, labels, on, rewrite, *where, options, file, room, source)
         return rewrite
 
     return register

@@ -26,7 +26,7 @@ OUT_OF = {
 for name in FILES:
     if name not in OUT_OF:
         importlib.import_module(f"bench.real_bugs.{name}")
-CASES = {name: case for name, case in REGISTERED.items() if case.room == "bench.real_bugs"}
+CASES = {name: case for (room, name), case in REGISTERED.items() if room == "bench.real_bugs"}
 BUGS = [case for case in CASES.values() if case.kind == "real bug"]
 
 
@@ -71,7 +71,7 @@ def test_the_diagnosis_is_right(name):
 def test_a_pair_out_of_a_library_is_right(file, name):
     pytest.importorskip(OUT_OF[file], reason="not in the environment: uv sync --group bench")
     importlib.import_module(f"bench.real_bugs.{file}")
-    outcome = run_case(REGISTERED[name])
+    outcome = run_case(CASES[name])
     assert outcome.right, f"{outcome.label}, and it said {outcome.verdict}: {outcome.headline}"
 
 

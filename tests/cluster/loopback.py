@@ -59,17 +59,22 @@ class Cluster:
         """Nothing that ran on it is left; Slurm has to find that out.
 
         On a node without power nobody reports the end of anybody. A slurmstepd whose child dies first tells
-        the controller that the job failed with exit code 137. An srun that loses its slurmstepd asks it to
-        cancel the step; that waits in a queue until the node is back, and kills the job that began again.
-        So the first stand still, the second die at once, then all others, the first last.
+        the controller that the job failed with exit code 137. An srun, or the process that watches over it,
+        that sees another die asks for the step to be cancelled; that waits until the node is back, and kills
+        the job that began again. So all of them stand still before the first one dies.
         """
         self.end(f"slurmd.{name}", signal.SIGKILL)
-        found = {pid: _read(Path("/proc") / str(pid) / "comm").strip() for pid in self._processes_of(name)}
-        watching = [pid for pid, program in found.items() if program == "slurmstepd"]
-        for pid in watching:
-            _send(pid, signal.SIGSTOP)
-        for pid in sorted(found.keys() - set(watching), key=lambda pid: found[pid] != "srun") + watching:
+        stopped: set[int] = set()
+        while moving := self._processes_of(name) - stopped:
+            for pid in sorted(moving, key=self._reports, reverse=True):
+                _send(pid, signal.SIGSTOP)
+            stopped |= moving
+        for pid in stopped:
             _send(pid, signal.SIGKILL)
+
+    def _reports(self, pid: int) -> bool:
+        """Whether it would report that one of the others stands still."""
+        return _read(Path("/proc") / str(pid) / "comm").strip() in ("slurmstepd", "srun")
 
     def clear(self) -> None:
         """No job of a test that failed is left to the next one, and no node or daemon is missing."""
