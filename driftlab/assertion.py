@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from driftlab.arguments import check_tensors, the_seed
 from driftlab.arithmetic.passes import CannotRunError
 from driftlab.arithmetic.returned import ByHand, mapped, return_alike
 from driftlab.diagnosis import sgd
-from driftlab.network.calling import calling, cast, named_leaves
+from driftlab.network.calling import calling, cast, each_tensor, named_leaves
 from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
 from driftlab.probes import every_probe
 from driftlab.probes.examination import Examination, examine
@@ -124,7 +123,7 @@ def _wanting_gradients(inputs: object) -> object:
         tensor = tensor.detach().clone()
         return tensor.requires_grad_() if tensor.is_floating_point() else tensor
 
-    return pytree.tree_map_only(Tensor, fresh, copy.copy(inputs))
+    return each_tensor(fresh, copy.copy(inputs))
 
 
 _OPENINGS: dict[Verdict | None, str] = {

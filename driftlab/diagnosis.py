@@ -216,7 +216,7 @@ class InMemory:
     def train(self, found: Examined) -> SeedRecord:
         if settled_by(found.findings):
             return SeedRecord(self.pair.seed, [], [], {"arms": {}})
-        record = self._window(float64=found.float64).run()
+        record = self._window(dtypes=found.dtypes, float64=found.float64).run()
         self._second = self._window(dtypes=("float32",), controls=())
         self._snapshots = Snapshots(self.pair, self._second)
         return record

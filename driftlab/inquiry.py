@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from driftlab.blame import is_ours
 from driftlab.lockstep.window import Snapshots
@@ -27,6 +27,8 @@ from driftlab.record.seed_record import SeedRecord
 from driftlab.verdict.envelope import first_excess, honoured
 from driftlab.words import Finding, Verdict, settled_by, standing
 
+_BOTH = ("float64", "float32")
+
 
 @dataclass(frozen=True)
 class Examined:
@@ -34,10 +36,12 @@ class Examined:
 
     Attributes:
         float64: whether the candidate's float64 is float64.
+        dtypes: in which the reference runs.
     """
 
     findings: list[Finding]
     float64: bool = True
+    dtypes: tuple[str, ...] = _BOTH
 
     @property
     def narrow(self) -> bool:
@@ -72,17 +76,17 @@ def before_training(pair: Pair, batch: tuple[object, object]) -> tuple[Examined,
     """
     found = Examination(pair, batch)
     list(examine(found, [probe for probe in every_probe() if probe.ask is not None]))
-    return Examined(found.findings, _is_float64(found)), found
+    return Examined(found.findings, _seen(found, "float64", True), _seen(found, "dtypes", _BOTH)), found
 
 
-def _is_float64(found: Examination) -> bool:
+def _seen(found: Examination, what: str, otherwise: Any) -> Any:
     """As the probes saw it; where they failed to, the pair is trained in float64 and the curves tell."""
     try:
-        return found.float64
+        return getattr(found, what)
     except Exception as error:
         if not is_ours(error):
             raise
-        return True
+        return otherwise
 
 
 def inquire(training: Training, found: Examined) -> tuple[SeedRecord, list[Finding]]:

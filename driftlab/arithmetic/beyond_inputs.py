@@ -39,7 +39,7 @@ class Rewritten:
         exact: integer checks passed bit for bit; inexact: those that were not, though within rounding.
         inapplicable: modules that are not exact in integers themselves (norms, softmax).
         unplaced: modules of which one has weights that the other has no place for.
-        other: comparisons at other sizes and values that agreed.
+        other: comparisons at other sizes and values that agreed; untold: those that ran in float32 alone.
         faults: those that did not.
         other_weights: modules that agree with their own weights and not with integer ones (a row that stays
         zero).
@@ -52,6 +52,7 @@ class Rewritten:
     inapplicable: list[str] = field(default_factory=list)
     unplaced: list[str] = field(default_factory=list)
     other: int = 0
+    untold: int = 0
     faults: list[Fault] = field(default_factory=list)
     other_weights: list[str] = field(default_factory=list)
     bits: dict[str, int] = field(default_factory=dict)
@@ -110,6 +111,8 @@ def _compared(local: Local, name: str, inputs: str, call: Recorded, passes, foun
     wrong = [d for d in _wrong(compared) if passes is None or d.pass_ in passes]
     if wrong and not _only_ties(local, name, wrong, call):
         found.faults.append(Fault(name, inputs, wrong[0].pass_, wrong[0].relative))
+    elif compared.in_float32_alone and not compared.same_bits:
+        found.untold += 1
     else:
         found.other += 1
 

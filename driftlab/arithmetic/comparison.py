@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from driftlab.arithmetic.control import own_response
-from driftlab.arithmetic.difference import PASSES, Difference, distance, finite_norm, same_values
+from driftlab.arithmetic.difference import PASSES, Difference, Nature, distance, finite_norm, same_values
+from driftlab.arithmetic.grain import Opaque, Residual
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
 from driftlab.fold.layout import AnyFold
@@ -29,6 +31,7 @@ class Comparison:
         unpaired: the reference's outputs that none of the candidate's stands for.
         spare: the candidate's outputs that stand for none of the reference's.
         carried: the reference's outputs that the loss depends on: a fault in them shows in the loss.
+        exact: whether the reference has a result without rounding; else its float32 stands for it.
     """
 
     differences: list[Difference]
@@ -38,10 +41,16 @@ class Comparison:
     unpaired: tuple[str, ...] = ()
     spare: tuple[str, ...] = ()
     carried: frozenset[str] = frozenset()
+    exact: bool = True
 
     @property
     def same_bits(self) -> bool:
         return all(d.same for d in self.differences)
+
+    @property
+    def in_float32_alone(self) -> bool:
+        """Whether no arithmetic is left in which rounding could be told from a fault by its size."""
+        return self.ran == ("float32",)
 
     def finite(self, loss: bool) -> bool:
         """Whether the reference's outputs, or its loss, hold a finite number at all."""
@@ -52,7 +61,7 @@ class Comparison:
 
         The float32 path computed in float64 decides where it runs. A difference in float64 alone counts
         where it stays in the float64 path computed in float64; if it goes there, the candidate does not
-        honour float64, which is precision.
+        honour float64, which is precision. Where neither runs, the grain of the difference tells the two.
         """
         return self._sorted(d for d in self.differences if self._is_wrong(d))
 
@@ -64,7 +73,9 @@ class Comparison:
                 return not d.stored_in_float32
             alone = "shadow64" in self.ran and d.excess("shadow64") > 1 and d.excess("float64") > 1
             return alone and not (self.judged == "float32" and d.by_dtype)
-        return d.excess("float64") > 1
+        if self.in_float32_alone:
+            return d.nature is Nature.ANOTHER_FUNCTION
+        return d.excess("float64") > 1 and d.nature is not Nature.FEWER_BITS
 
     def untold(self) -> list[Difference]:
         """Differences that the control alone explains, and would explain however large they were."""
@@ -86,7 +97,7 @@ class Comparison:
 
     def _sorted(self, differences: Iterable[Difference]) -> list[Difference]:
         def rank(d: Difference) -> tuple:
-            excess = max(d.excess(a) for a in self.ran or ("float64",))
+            excess = d.lost if self.in_float32_alone else max(d.excess(a) for a in self.ran or ("float64",))
             # a loss is a number made of the outputs: what they are off by says more
             is_output = d.pass_ in ("forward", "eval")
             return PASSES.index(d.pass_), d.name == LOSS, is_output and d.numbers == 1, -excess
@@ -103,15 +114,16 @@ def compare(
     prefixes: tuple[str, str] = ("", ""),
     seed: int = 0,
     evaluate: bool = True,
-    alone: bool = False,
     judged: str = "float32",
     outputs: Outputs | None = None,
 ) -> Comparison:
     """Both modules on the same inputs, in every arithmetic that they can run in.
 
+    A pair that runs in float32 alone is held against the reference's exact result, or where there is none
+    against what one unit in the last place makes of the reference.
+
     Args:
         outputs: which output of the candidate stands for which of the reference's.
-        alone: whether a candidate that runs in float32 alone is held against the reference's exact result.
         fold: from the candidate's tensor names to the reference's, as of the whole networks.
         prefixes: of the names of the two modules' tensors within their networks.
         judged: the dtype in which they were handed over.
@@ -129,16 +141,22 @@ def compare(
     if "float32" not in both:
         raise CannotRunError(failed["float32"])
     used = used_outputs(recorded)
-    if alone and len(both) == 1:
+    wide = next((a for a in ("shadow", "float64") if a in both), "float32")
+    truth = None
+    if wide == "float32":
         truth = exact_passes(reference, recorded, seed=seed, evaluate=evaluate)
-        return _compared(differences(both, fold, prefixes, used, truth), failed, both, judged)
-    found = differences(both, fold, prefixes, used)
+    found = differences(both, fold, prefixes, used, truth)
+    if wide == "float32" and truth is None:
+        found = _beside_own_units(found, reference, recorded, both["float32"][0], seed, evaluate)
+    if wide != "shadow":
+        residuals = partial(_residuals, fold=fold, prefixes=prefixes, arithmetic=wide, options=options)
+        found = _natures(found, wide, Opaque(reference, candidate, recorded, fold, prefixes, residuals))
     if "shadow" in both and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found):
         _try(both, failed, "shadow64", modules, recorded, options)
         found = differences(both, fold, prefixes, used)
     compared = _compared(found, failed, both, judged)
-    if not {"shadow", "float64"} & both.keys():
-        return compared
+    if wide == "float32":
+        return replace(compared, exact=truth is not None)
     prefix = f"{prefixes[0]}." if prefixes[0] else ""
     control = {"prefix": prefix, "seed": seed, "evaluate": evaluate}
     return _beside_control(compared, reference, recorded, both, control)
@@ -150,11 +168,54 @@ def _beside_control(compared: Comparison, reference, recorded, both: dict, optio
     exact = both[wide][0]
     if compared.wrong():
         own = own_response(found, reference, recorded, exact, arithmetic=wide, **options)
-        found = [replace(d, control=own.get((d.pass_, d.name), 0.0)) for d in found]
+        found = [replace(d, control=own[d.pass_, d.name]) for d in found]
     if "float32" in both and compared.narrow():
         own = own_response(found, reference, recorded, exact, arithmetic="float32", **options)
-        found = [replace(d, errors=d.errors | {"control": own.get((d.pass_, d.name), 0.0)}) for d in found]
+        found = [replace(d, errors=d.errors | {"control": own[d.pass_, d.name]}) for d in found]
     return replace(compared, differences=found)
+
+
+def _natures(found: list[Difference], arithmetic: str, opaque: Opaque) -> list[Difference]:
+    """What those are that are beyond rounding."""
+
+    def beyond(d: Difference) -> bool:
+        if d.overflows or d.reshaped:
+            return False
+        return d.lost > HALFWAY_BITS if arithmetic == "float32" else d.excess(arithmetic) > 1
+
+    asked = [d for d in found if beyond(d)]
+    natures = opaque.natures(asked) if asked else {}
+    return [replace(d, nature=natures.get((d.pass_, d.name))) for d in found]
+
+
+def _residuals(
+    mine: nn.Module, theirs: nn.Module, recorded: Recorded, *, fold, prefixes, arithmetic: str, options: dict
+) -> dict[tuple[str, str], Residual]:
+    own = run(mine, recorded, arithmetic, **options)
+    other = by_reference_names(run(theirs, recorded, arithmetic, beside=own, **options), fold, prefixes, 1)
+    known = {k: options[k] for k in ("seed", "evaluate")}
+    truth = exact_passes(mine, recorded, **known) if arithmetic == "float32" else None
+    exact = by_reference_names(truth or own, fold, prefixes, 0)
+    return {
+        (pass_, name): Residual(tensor, other[pass_][name] - tensor)
+        for pass_, tensors in exact.items()
+        for name, tensor in tensors.items()
+        if name in other.get(pass_, {}) and other[pass_][name].shape == tensor.shape
+    }
+
+
+def _beside_own_units(
+    found: list[Difference], reference: nn.Module, recorded: Recorded, own: Passes, seed: int, evaluate: bool
+) -> list[Difference]:
+    """Where nothing runs in more than float32, the reference is the truth, and its control the yardstick."""
+    options = {"arithmetic": "float32", "prefix": "", "seed": seed, "evaluate": evaluate}
+    units = own_response(found, reference, recorded, own, chaotic_alone=False, **options)
+    return [
+        replace(
+            d, errors={"candidate": d.apart["float32"], "reference": 0.0, "control": units[d.pass_, d.name]}
+        )
+        for d in found
+    ]
 
 
 def _compared(found: list[Difference], failed: dict[str, str], both: dict, judged: str) -> Comparison:

@@ -6,13 +6,17 @@ that moves the result is what rounding the constants once makes of it.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from driftlab.arithmetic.comparison import by_reference_names
 from driftlab.arithmetic.difference import Difference, distance
+from driftlab.arithmetic.locating import Local
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
+from driftlab.arithmetic.shadow_tensor import Native
+from driftlab.fold.layout import AnyFold
 from driftlab.network.calling import copied
 from driftlab.network.pair import Pair, in_another_form
 
@@ -33,11 +37,18 @@ def besides_constants(pair: Pair, whole: Recorded, wrong: list[Difference]) -> l
     return larger if larger and small and rounded_constants(pair, whole, small) else wrong
 
 
-def rounded_constants(pair: Pair, whole: Recorded, wrong: list[Difference]) -> str | None:
-    """What explains ``wrong``, in words; None where stored constants do not."""
+def rounded_constants(
+    pair: Pair, whole: Recorded, wrong: list[Difference], local: Local | None = None, module: str = ""
+) -> str | None:
+    """What explains ``wrong``, in words; None where stored constants do not.
+
+    Args:
+        module: by its name, whose differences they are; of the whole networks where it is left out.
+    """
     if not wrong or any(not d.relative < LARGEST or d.overflows or d.excess("shadow") <= 1 for d in wrong):
         return None  # too large, or not in the float32 path
-    if _gone_natively(pair, whole, wrong):
+    both = _of_module(local, module) if local and module else _Both.of(pair, whole)
+    if any(_gone_natively(both, wrong, native) for native in _STORED):
         return f"{wrong[0].relative:.1g} (relative) that making constants in float32 makes"
     explained = [role for role in ("candidate", "reference") if _explains(pair, role, whole, wrong)]
     if not explained:
@@ -46,20 +57,47 @@ def rounded_constants(pair: Pair, whole: Recorded, wrong: list[Difference]) -> s
     return f"{wrong[0].relative:.1g} (relative) that rounding the {whose}'s constants to float32 makes"
 
 
-def _gone_natively(pair: Pair, whole: Recorded, wrong: list[Difference]) -> bool:
-    """Whether both agree once what is made of constants alone is made in float32, as it may be stored."""
+# Not together at first: what both write as it is (x / 3 and x * (1 / 3)) would part by rounding its numbers.
+_STORED = (Native.TABLES, Native.NUMBERS, Native.TABLES | Native.NUMBERS)
+
+
+@dataclass
+class _Both:
+    """Two modules on the same inputs, and how their tensors are read by the reference's names."""
+
+    modules: tuple[nn.Module, nn.Module]
+    recorded: Recorded
+    fold: AnyFold
+    prefixes: tuple[str, str]
+    options: dict
+
+    @classmethod
+    def of(cls, pair: Pair, whole: Recorded) -> _Both:
+        options = {"seed": pair.seed, "outputs": pair.outputs}
+        return cls((pair.reference, pair.candidate), whole, pair.fold, ("", ""), options)
+
+    def shadowed(self, native: Native) -> tuple[dict, dict]:
+        mine, theirs = self.modules
+        own = run(mine, self.recorded, "shadow", native=native, **self.options)
+        other = run(theirs, self.recorded, "shadow", native=native, beside=own, **self.options)
+        return tuple(by_reference_names(p, self.fold, self.prefixes, i) for i, p in enumerate((own, other)))
+
+
+def _of_module(local: Local, name: str) -> _Both:
+    prefixes = name, local.counterparts[name]
+    return _Both(local.pair(name), local.calls[name][0], local.fold, prefixes, {"seed": local.seed})
+
+
+def _gone_natively(both: _Both, wrong: list[Difference], native: Native) -> bool:
+    """Whether both agree once constants are made in float32, as they may be stored."""
     try:
-        options = {"seed": pair.seed, "native_constants": True, "outputs": pair.outputs}
-        mine = run(pair.reference, whole, "shadow", **options)
-        theirs = run(pair.candidate, whole, "shadow", beside=mine, **options)
+        mine, theirs = both.shadowed(native)
     except CannotRunError:
         return False
-    read = {"weight gradient": pair.fold, "buffer": pair.fold}
     for d in wrong:
-        other = read[d.pass_](theirs.tensors[d.pass_]) if d.pass_ in read else theirs.tensors[d.pass_]
-        if d.name not in other:
+        if d.name not in theirs[d.pass_] or d.name not in mine[d.pass_]:
             return False
-        apart = distance(other[d.name], mine.tensors[d.pass_][d.name])
+        apart = distance(theirs[d.pass_][d.name], mine[d.pass_][d.name])
         if replace(d, apart={"shadow": apart}).excess("shadow") > 1:
             return False
     return True

@@ -36,10 +36,12 @@ def own_response(
     prefix: str,
     seed: int,
     evaluate: bool,
+    chaotic_alone: bool = True,
 ) -> dict[tuple[str, str], float]:
     """(pass, name) of each difference -> how far a move by one unit carries the reference, at most.
 
-    Empty where its forward pass is not chaotic: where it answers to one unit by less than ``HALFWAY`` units.
+    Zero with ``chaotic_alone`` where its forward pass is not chaotic: where it answers to one unit by less
+    than ``HALFWAY`` units. Zero too where it does not run.
 
     Args:
         still: the reference's passes, in ``arithmetic`` or exact.
@@ -53,11 +55,11 @@ def own_response(
         try:
             moved = run(reference, recorded, arithmetic, seed, evaluate, unit=unit)
         except CannotRunError:
-            return {}
+            return dict.fromkeys(found, 0.0)
         for pass_, name in found:
             own, other = (p.tensors.get(pass_, {}).get(name.removeprefix(prefix)) for p in (still, moved))
             if own is not None and other is not None:
                 found[pass_, name] = max(found[pass_, name], distance(other, own))
-        if not any(found[key] > chaotic * size for key, size in sizes.items()):
-            return {}
+        if chaotic_alone and not any(found[key] > chaotic * size for key, size in sizes.items()):
+            return dict.fromkeys(found, 0.0)
     return found

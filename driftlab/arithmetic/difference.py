@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -25,6 +26,15 @@ from driftlab.rounding import HALFWAY, HALFWAY_BITS, UNIT_ROUND_OFF
 
 # ``side effect``: what a whole network has made of the inputs that it was handed.
 PASSES = ("forward", "input gradient", "weight gradient", "buffer", "eval", "update", "side effect")
+
+
+class Nature(Enum):
+    """What a difference is that is too large for the rounding of its dtype."""
+
+    ANOTHER_FUNCTION = "another function"
+    FEWER_BITS = "fewer bits"
+    PASSING = "rounding that these inputs alone make large"  # a kink, a cancellation
+    UNTOLD = "too rough a function to tell"
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,7 @@ class Difference:
             both; None where that was not asked.
         numbers: how many it holds.
         control: ‖reference moved by one unit in the last place - reference‖ in float64; 0 where not measured.
+        nature: what it is if it is beyond rounding, where shadow execution could not say that.
     """
 
     pass_: str
@@ -58,9 +69,13 @@ class Difference:
     own_change: float | None = None
     numbers: int = 0
     control: float = 0.0
+    nature: Nature | None = None
 
     def excess(self, arithmetic: str) -> float:
-        """The difference as a multiple of what rounding may make of it; above 1 it is no rounding."""
+        """The difference as a multiple of what rounding may make of it; above 1 it is no rounding.
+
+        Of float64 and of shadow execution; ``lost`` is what there is of float32.
+        """
         if self.reshaped:
             return math.inf
         if math.isinf(max(self.errors.values(), default=0.0)) and not self.overflows:
@@ -110,7 +125,7 @@ class Difference:
     @property
     def relative(self) -> float:
         """The difference in the function, relative to the reference's quantity."""
-        return self.relative_in("shadow" if "shadow" in self.apart else "float64")
+        return self.relative_in(next(a for a in ("shadow", "float64", "float32") if a in self.apart))
 
     def relative_in(self, arithmetic: str) -> float:
         """As it is in one arithmetic."""

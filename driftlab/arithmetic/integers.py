@@ -23,7 +23,7 @@ from driftlab.arithmetic.difference import same_values
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
 from driftlab.arithmetic.sizes import with_gradients
 from driftlab.fold.unfold import put_weights
-from driftlab.network.calling import copied
+from driftlab.network.calling import copied, each_tensor
 
 EXACT_PASSES = ("forward", "input gradient", "weight gradient")
 WIDEST = 20  # bits asked of an operand; a product with a single one stays exact up to 24
@@ -62,7 +62,7 @@ class IntegerPair:
                 return tensor
             return make(tensor.shape).to(tensor).requires_grad_(tensor.requires_grad)
 
-        args, kwargs = pytree.tree_map_only(Tensor, integers, (call.args, call.kwargs))
+        args, kwargs = each_tensor(integers, (call.args, call.kwargs))
         return with_gradients(self.mine, Recorded(args, kwargs, call.gradients), lambda t: make(t.shape))
 
     def exactness(self, call: Recorded, passes: tuple[str, ...] = EXACT_PASSES) -> Exactness | None:

@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from driftlab.arithmetic.draws import Float32Draws
 from driftlab.arithmetic.naming import LOSS, Named
 from driftlab.arithmetic.shadow import Shadow, held, shadow, shadow_arithmetic, shadowed
+from driftlab.arithmetic.shadow_tensor import Native
 from driftlab.arithmetic.units import unless_zero
 from driftlab.blame import AboutThePair, described, not_ours, theirs
 from driftlab.fold.layout import gradient_of
-from driftlab.network.calling import cast, copied, evaluation_mode, seed_random_layers
+from driftlab.network.calling import cast, copied, each_tensor, evaluation_mode, seed_random_layers
 from driftlab.network.compiled import eager
 from driftlab.network.loss import loss_in, one_number
 from driftlab.network.outputs import Outputs
@@ -93,7 +94,7 @@ def run(
     seed: int = 0,
     evaluate: bool = True,
     nudge: torch.Generator | None = None,
-    native_constants: bool = False,
+    native: Native = Native.NOTHING,
     beside: Passes | None = None,
     outputs: Outputs | None = None,
     unit: torch.Generator | None = None,
@@ -105,7 +106,7 @@ def run(
     Args:
         beside: what the reference gave: the outputs get its names, and those that it lacks are left out.
         outputs: which stands for which.
-        nudge, native_constants: what becomes of the constants of a shadow run, see ``shadow_arithmetic``.
+        nudge, native: what becomes of the constants of a shadow run, see ``shadow_arithmetic``.
         unit: moves every weight and input by one unit in the last place of the arithmetic, up or down.
         compiled: whether compiled code runs compiled, as far as whoever calls lets it; else as written.
         optimizer: makes the one whose update comes before a last forward pass; no such pass where None.
@@ -120,7 +121,7 @@ def run(
         )
         if unit is not None:
             recorded = _moved(twin, recorded, arithmetic, unit)
-        with computing(arithmetic, nudge, native_constants, compiled):
+        with computing(arithmetic, nudge, native, compiled):
             found = _training_pass(twin, recorded, arithmetic, seed, named)
             if evaluate:
                 found["eval"], left = _eval_pass(twin, recorded, arithmetic, seed, named)
@@ -154,20 +155,20 @@ def _moved(twin: nn.Module, recorded: Recorded, arithmetic: str, unit: torch.Gen
         if parameter.is_floating_point():
             move(parameter)
 
-    args, kwargs = pytree.tree_map_only(Tensor, moved, (recorded.args, recorded.kwargs))
+    args, kwargs = each_tensor(moved, (recorded.args, recorded.kwargs))
     return replace(recorded, args=args, kwargs=kwargs)
 
 
 def computing(
     arithmetic: str,
     nudge: torch.Generator | None = None,
-    native_constants: bool = False,
+    native: Native = Native.NOTHING,
     compiled: bool = False,
 ) -> ExitStack:
     """Inside, what ``in_arithmetic`` made is run; arguments as of ``run``."""
     stack = ExitStack()
     if arithmetic.startswith("shadow"):
-        stack.enter_context(shadow_arithmetic(nudge, native_constants))
+        stack.enter_context(shadow_arithmetic(nudge, native))
     elif not compiled:
         stack.enter_context(eager())
     if arithmetic.endswith("64"):
@@ -243,12 +244,12 @@ def fresh_inputs(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> t
             leaves.append(new.requires_grad_())
         return new
 
-    return pytree.tree_map_only(Tensor, fresh, (recorded.args, recorded.kwargs))
+    return each_tensor(fresh, (recorded.args, recorded.kwargs))
 
 
 def own_copies(values: object) -> object:
     """A network may write into what it is given, and leaves must not be written into."""
-    return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.requires_grad else t, values)
+    return each_tensor(lambda t: t.clone() if t.requires_grad else t, values)
 
 
 def own_inputs(recorded: Recorded) -> tuple[tuple, dict]:
@@ -258,7 +259,7 @@ def own_inputs(recorded: Recorded) -> tuple[tuple, dict]:
         leaf = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return leaf.clone() if leaf.requires_grad else leaf  # a leaf must not be written into
 
-    return pytree.tree_map_only(Tensor, own, (recorded.args, recorded.kwargs))
+    return each_tensor(own, (recorded.args, recorded.kwargs))
 
 
 def _backward(named: Mapping[str, Tensor], recorded: Recorded, arithmetic: str) -> None:

@@ -6,10 +6,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.passes import Recorded, own_inputs
-from driftlab.network.calling import copied, named_leaves, seed_random_layers
+from driftlab.network.calling import copied, each_tensor, named_leaves, seed_random_layers
 
 # A module that is called again and again (a recurrent cell) is looked at at its first calls and its last.
 FIRST_CALLS = 2
@@ -83,4 +82,4 @@ def _kept(values: object) -> object:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
     with torch.no_grad():
-        return pytree.tree_map_only(Tensor, kept, values)
+        return each_tensor(kept, values)

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from driftlab.arithmetic.shadow_rules import is_view
-from driftlab.arithmetic.shadow_tensor import HALVES, WIDE, Bits, Shadow, run_operation
+from driftlab.arithmetic.shadow_tensor import HALVES, WIDE, Bits, Native, Shadow, run_operation
 from driftlab.arithmetic.units import by_one_unit
 from driftlab.network.calling import carry_hooks, copied
 from driftlab.network.compiled import eager
@@ -56,19 +56,19 @@ class _Arithmetic(TorchDispatchMode):
 
 
 @contextmanager
-def shadow_arithmetic(nudge: torch.Generator | None = None, native_constants: bool = False):
+def shadow_arithmetic(nudge: torch.Generator | None = None, native: Native = Native.NOTHING):
     """Inside, every operation runs in float64; compiled code runs as it was written.
 
     Args:
         nudge: if given, every constant that is no parameter or buffer is moved by one unit in its last place.
-        native_constants: what is made of constants alone (a table) is made in the code's own dtype.
+        native: what is made in the code's own dtype.
     """
     with ExitStack() as stack:
         stack.enter_context(_chosen_for_float64())
         stack.enter_context(eager())
         stack.enter_context(_Arithmetic(nudge))
-        before, Shadow.native_constants = Shadow.native_constants, native_constants
-        stack.callback(setattr, Shadow, "native_constants", before)
+        before, Shadow.native = Shadow.native, native
+        stack.callback(setattr, Shadow, "native", before)
         yield
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
+from enum import Flag, auto
 
 import torch
 from torch import Tensor
@@ -25,12 +27,19 @@ WIDE |= dict.fromkeys(HALVES, torch.float64)
 _aten = torch.ops.aten
 
 
+class Native(Flag):
+    """What of a program keeps the precision of its own dtype, because it may be stored in it."""
+
+    NOTHING = 0
+    TABLES = auto()  # what is made of constants alone
+    NUMBERS = auto()  # those written down beside tensors, such as an epsilon
+
+
 class Shadow(Tensor):
     """A tensor of dtype ``dtype`` by its own account, whose values are those of ``held``, in float64."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    # whether what is made of constants alone is made in the code's own dtype, see shadow_arithmetic
-    native_constants = False
+    native = Native.NOTHING
 
     @staticmethod
     def __new__(cls, held: Tensor, dtype: torch.dtype, requires_grad: bool = False):
@@ -93,10 +102,12 @@ def run_operation(func, args: tuple, kwargs: dict):
         return _on_bits(func, leaves, spec)
     if is_view(func) and not any(isinstance(leaf, Shadow) for leaf in leaves):
         return func(*args, **kwargs)  # of a plain tensor: what is written through it must arrive there
-    if Shadow.native_constants and _of_constants(func, leaves):
+    if Native.TABLES in Shadow.native and _of_constants(func, leaves):
         return _natively(func, leaves, spec)
     said = _said(leaves)
     inner = [_inner(leaf) for leaf in leaves]
+    if Native.NUMBERS in Shadow.native and said is torch.float32:
+        inner = [_in_float32(i) if isinstance(i, float) else i for i in inner]
     # float64 draws other random numbers than the code's own dtype
     out = drawn(func, *_rebuilt(inner, spec), said) if func in DRAWING else _computed(func, inner, spec)
     if func is _aten._to_copy.default and isinstance(args[0], Shadow):
@@ -163,6 +174,13 @@ def _inner(leaf: object) -> object:
     if isinstance(leaf, torch.dtype):
         return WIDE.get(leaf, leaf)
     return leaf
+
+
+def _in_float32(number: float) -> float:
+    try:
+        return struct.unpack("f", struct.pack("f", number))[0]
+    except OverflowError:
+        return number
 
 
 def _written_back(func, leaves: list, inner: list, spec) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.passes import Recorded
-from driftlab.network.calling import copied, named_leaves, seed_random_layers
+from driftlab.network.calling import copied, each_tensor, named_leaves, seed_random_layers
 
 FEW = 4  # samples: enough for the statistics of a batch, few enough to be quick
 
@@ -41,14 +41,14 @@ def samples_of(batch: tuple[object, object], part: slice) -> tuple[object, objec
     lengths = {t.shape[0] if t.dim() else 0 for t in tensors}
     if len(lengths) != 1 or next(iter(lengths)) < part.stop:
         return None
-    return pytree.tree_map_only(Tensor, lambda t: t[part], batch)
+    return each_tensor(lambda t: t[part], batch)
 
 
 def _mapped(call: Recorded, change: Callable[[Tensor], Tensor]) -> Recorded:
     def changed(tensor: Tensor) -> Tensor:
         return change(tensor.detach()).clone().requires_grad_(tensor.requires_grad)
 
-    args, kwargs = pytree.tree_map_only(Tensor, changed, (call.args, call.kwargs))
+    args, kwargs = each_tensor(changed, (call.args, call.kwargs))
     gradients = {n: None if g is None else change(g) for n, g in call.gradients.items()}
     return replace(call, args=args, kwargs=kwargs, gradients=gradients)
 
@@ -60,7 +60,7 @@ def with_gradients(module: nn.Module, call: Recorded, make: Callable[[Tensor], T
     """
     seed_random_layers(0)
     twin = copied(module)
-    inputs = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (call.args, call.kwargs))
+    inputs = each_tensor(lambda t: t.detach().clone(), (call.args, call.kwargs))
     with torch.no_grad():
         outputs = named_leaves(twin(*inputs[0], **inputs[1]))
     wanted = {n for n, g in call.gradients.items() if g is not None} or set(outputs)
@@ -103,7 +103,7 @@ def _cut(call: Recorded, start: int, size: Callable[[int], int], last: int = 0) 
 
 
 def other_values(call: Recorded) -> Iterator[tuple[str, Recorded]]:
-    """Calls with other values, named: larger, of the other sign, with rows of zeros."""
+    """Calls with other values, named: larger, of the other sign, moved; whole numbers stay as they are."""
     few = batch_of(call, min(FEW, _samples(call))) or call
     yield "inputs eight times as large", _values(few, lambda t: 8 * t)
     yield "inputs of the other sign", _values(few, lambda t: -t)
@@ -139,10 +139,12 @@ def zeros(call: Recorded) -> tuple[str, Recorded]:
 
 
 def _values(call: Recorded, change: Callable[[Tensor], Tensor]) -> Recorded:
+    """``change`` of what is measured. Whole numbers are labels, masks, counts: others mean nothing."""
+
     def changed(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or tensor.dim() == 0:
+        if not tensor.is_floating_point() or tensor.dim() == 0 or torch.equal(tensor, tensor.round()):
             return tensor
         return change(tensor.detach()).requires_grad_(tensor.requires_grad)
 
-    args, kwargs = pytree.tree_map_only(Tensor, changed, (call.args, call.kwargs))
+    args, kwargs = each_tensor(changed, (call.args, call.kwargs))
     return replace(call, args=args, kwargs=kwargs)

@@ -19,7 +19,7 @@ from driftlab.arithmetic.comparison import Comparison, compare
 from driftlab.arithmetic.passes import CannotRunError, Recorded, run
 from driftlab.fold import FoldError
 from driftlab.fold.unfold import put_weights_or_fold
-from driftlab.network.calling import copied
+from driftlab.network.calling import copied, each_tensor
 from driftlab.network.pair import Pair
 
 # Where the sequence may lie: behind the batch, before it, behind a channel.
@@ -89,7 +89,7 @@ def _cut(whole: Recorded, dim: int, longest: int, length: int) -> Recorded:
         part = tensor.detach().narrow(dim, 0, length).clone() if fits else tensor
         return part.requires_grad_(tensor.requires_grad) if fits and tensor.requires_grad else part
 
-    args, kwargs = pytree.tree_map_only(Tensor, cut, (whole.args, whole.kwargs))
+    args, kwargs = each_tensor(cut, (whole.args, whole.kwargs))
     return replace(whole, args=args, kwargs=kwargs, loss=None)
 
 

@@ -24,6 +24,7 @@ from driftlab.arithmetic.flow import Flow, Recorder, Scopes
 from driftlab.arithmetic.flow_back import Steps
 from driftlab.arithmetic.passes import Recorded, computing, fresh_inputs, in_arithmetic, own_copies
 from driftlab.arithmetic.prints import AGREE
+from driftlab.arithmetic.shadow_tensor import Native
 from driftlab.network.calling import evaluation_mode, named_leaves, seed_random_layers
 
 Right = Callable[[str], bool]
@@ -92,7 +93,7 @@ def _recorded(
     nudge: torch.Generator | None = None,
 ) -> Flow:
     twin, leaves = in_arithmetic(network, arithmetic), []
-    with computing(arithmetic, nudge, native_constants=nudge is not None):
+    with computing(arithmetic, nudge, Native.TABLES if nudge else Native.NOTHING):
         args, kwargs = fresh_inputs(whole, arithmetic, leaves)
         given = own_copies((args, kwargs))
         seed_random_layers(seed)

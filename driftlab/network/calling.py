@@ -11,6 +11,7 @@ from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import partial
 from types import FunctionType
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -129,16 +130,32 @@ def calling(module: nn.Module, inputs: object) -> Call:
     return unpacked if len(positional) >= len(inputs) or inspect.Parameter.VAR_POSITIONAL in kinds else whole
 
 
+T = TypeVar("T")
+
+
+def each_tensor(change: Callable[[Tensor], Tensor], values: T) -> T:
+    """``values`` with every tensor changed; one that stands there twice stays one: ``attention(x, x, x)``.
+
+    So it has one gradient, the sum of those of its places, and what writes into it is seen in all of them.
+    """
+    made: dict[int, Tensor] = {}
+
+    def changed(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = change(tensor)
+        return made[id(tensor)]
+
+    return pytree.tree_map_only(Tensor, changed, values)
+
+
 def cast(inputs: object, dtype: torch.dtype) -> object:
     """The floating tensors of a batch (tensor, tuple, list or dict) in ``dtype``; the rest as it is."""
-    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+    return each_tensor(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
 
 
 def own_batch(inputs: object, dtype: torch.dtype) -> object:
     """As ``cast``, in tensors of its own: a network may write into its batch before the next arm sees it."""
-    return pytree.tree_map_only(
-        Tensor, lambda t: t.detach().to(dtype, copy=True) if t.is_floating_point() else t, inputs
-    )
+    return each_tensor(lambda t: t.detach().to(dtype, copy=True) if t.is_floating_point() else t, inputs)
 
 
 @contextmanager

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from driftlab.arithmetic.as_compiled import Compiled, Nature
-from driftlab.arithmetic.difference import Difference
+from driftlab.arithmetic.as_compiled import Compiled
+from driftlab.arithmetic.difference import Difference, Nature
 from driftlab.arithmetic.passes import CannotRunError
 from driftlab.arithmetic.recording import record
 from driftlab.network.compiled import compiled_parts, eager

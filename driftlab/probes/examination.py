@@ -9,7 +9,7 @@ from functools import cached_property
 
 from driftlab.arithmetic.comparison import Comparison, compare
 from driftlab.arithmetic.locating import Local, local_calls
-from driftlab.arithmetic.passes import CannotRunError, Recorded, on_batch
+from driftlab.arithmetic.passes import CannotRunError, Recorded, on_batch, run
 from driftlab.blame import is_ours
 from driftlab.network.compiled import compiling, eager
 from driftlab.network.pair import Pair
@@ -48,8 +48,7 @@ class Examination:
     def network(self) -> Comparison:
         """The two networks on the batch."""
         p = self.pair
-        alone = not self.trains  # where they are trained, their curves have a say
-        options = {"seed": p.seed, "alone": alone, "judged": p.judged, "outputs": p.outputs}
+        options = {"seed": p.seed, "judged": p.judged, "outputs": p.outputs}
         return compare(p.reference, p.candidate, self.whole, p.comparable, **options)
 
     @cached_property
@@ -67,6 +66,16 @@ class Examination:
         """Whether the candidate's float64 is float64: it runs, and keeps the bits."""
         narrow = self.network.float64_not_honoured or self.narrow_constants or self.narrow_state
         return "float64" not in self.network.failed and not narrow
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Those in which the reference runs."""
+        if "float64" in self.network.failed:
+            try:
+                run(self.pair.reference, self.whole, "float64", self.pair.seed, evaluate=False)
+            except CannotRunError:
+                return ("float32",)
+        return ("float64", "float32")
 
     @property
     def compared_modules(self) -> bool:

@@ -30,6 +30,8 @@ def ask_excess(snapshots: Snapshots, excess: Excess) -> list[Finding]:
         says = f"{{place}}: {leave}, and on equal weights both agree: the update parts them"
         place = snapshots.moved_apart(excess.step)
         return [PROBE.finding(excess.measured, Verdict.BUG, says, place, threshold=allowed)]
+    if not examination_at(snapshots, step).network.exact:
+        return [PROBE.not_applicable("the reference runs in float32 alone, in which a look tells no more")]
     if not _looked_at(snapshots, excess):
         says = (
             "what parts them before any update does not show where both are looked at by themselves: it is "

@@ -37,7 +37,8 @@ def ask(found: Examination) -> Iterator[Finding]:
         if wrong and (accused := _accused(part, size)):
             yield accused
             return
-        asked.append(_samples(size))
+        alone = part.network.in_float32_alone and not part.network.same_bits
+        asked.append(_samples(size) + " (in float32 alone, where a fault passes for rounding)" * alone)
     reading = (
         f"they do, on {' and on '.join(asked)}" if asked else "the batch holds no more, or takes no fewer"
     )

@@ -9,7 +9,7 @@ import torch
 
 from driftlab.arithmetic.comparison import Comparison
 from driftlab.arithmetic.constants import besides_constants, rounded_constants
-from driftlab.arithmetic.difference import Difference
+from driftlab.arithmetic.difference import Difference, Nature
 from driftlab.arithmetic.locating import first_wrong, slightly_wrong
 from driftlab.arithmetic.passes import CannotRunError, run
 from driftlab.arithmetic.tame import on_shorter_inputs, with_smaller_weights
@@ -19,7 +19,7 @@ from driftlab.probes.examination import Examination
 from driftlab.probes.placing import owner, placed
 from driftlab.probes.probe import Probe
 from driftlab.probes.random_streams import drawn_otherwise
-from driftlab.rounding import HALFWAY
+from driftlab.rounding import HALFWAY, HALFWAY_BITS
 from driftlab.words import FEWER_SAMPLES, FUNCTION, Finding, Place, Verdict
 
 # A parameter without a gradient (a bias that the next norm takes away) is not missed.
@@ -36,7 +36,8 @@ def ask(found: Examination) -> Iterator[Finding]:
     if not wrong and located is None:
         yield _chaotic(found, untold[0]) if untold else _same(found, network)
         return
-    if (why := rounded_constants(found.pair, found.whole, wrong or [located[1]])) is not None:
+    differing = (wrong,) if wrong else ([located[1]], found.local, located[0])
+    if (why := rounded_constants(found.pair, found.whole, *differing)) is not None:
         found.narrow_constants = True
         yield _same(found, network, why)
         return
@@ -62,6 +63,8 @@ def ask(found: Examination) -> Iterator[Finding]:
 
 
 def _excess_of(difference: Difference, network: Comparison) -> float:
+    if network.in_float32_alone:
+        return difference.lost / HALFWAY_BITS
     return difference.excess("shadow" if "shadow" in network.ran else "float64")
 
 
@@ -69,6 +72,8 @@ def _same(found: Examination, network: Comparison, why: str = "") -> Finding:
     missed = _untrained(found) if found.trains else []
     if missed:
         return _not_trained(missed)
+    if network.in_float32_alone and not network.same_bits:
+        return _in_float32_alone(network)
     worst = max((_excess_of(d, network) for d in network.differences), default=0.0) * HALFWAY
     how = "their float32 path computed in float64" if "shadow" in network.ran else "float64"
     says = (
@@ -78,8 +83,6 @@ def _same(found: Examination, network: Comparison, why: str = "") -> Finding:
     )
     if control := max((d.control / d.size for d in network.differences if d.size), default=0.0):
         says += f"; one unit in the last place makes {control:.2g} (relative) of the reference itself"
-    if len(network.ran) == 1 and not network.same_bits:
-        says = "neither float64 nor their float32 path computed in float64 tells: float32 alone runs"
     if why:
         says = f"they do, but for {why}"
     if "float64" in network.failed:
@@ -93,6 +96,27 @@ def _same(found: Examination, network: Comparison, why: str = "") -> Finding:
             "; given float64, it computes in fewer bits all the same, which is no difference in the function"
         )
     return PROBE.finding(worst, Verdict.BIT_IDENTICAL if network.same_bits else Verdict.ROUND_OFF, says)
+
+
+def _in_float32_alone(network: Comparison) -> Finding:
+    """A fault smaller than rounding is not seen; a larger one may be fewer bits, which the curves tell.
+
+    Not where the reference itself is known in float32 alone: nothing then says which of the two it is.
+    """
+    worst = max(network.differences, key=lambda d: d.lost)
+    beside = "the reference's own error" if network.exact else "what one unit in the last place makes of it"
+    says = f"float32 alone runs ({next(iter(network.failed.values()))}); there the {worst.pass_} is "
+    says += f"{worst.lost:.2g} times {beside} from the reference's"
+    if worst.lost <= HALFWAY_BITS:
+        says += ": a smaller fault is not seen"
+        return PROBE.finding(worst.lost, Verdict.ROUND_OFF, says, threshold=HALFWAY_BITS)
+    if all(d.nature is Nature.FEWER_BITS for d in network.narrow()):
+        says += ", with the grain of a rounding: fewer bits"
+        return PROBE.finding(worst.lost, Verdict.ROUND_OFF, says, threshold=HALFWAY_BITS)
+    if network.exact:
+        return PROBE.finding(worst.lost, None, says, threshold=HALFWAY_BITS)
+    says += ": fewer bits, or another function; a reference that runs in float64 as well would tell"
+    return PROBE.finding(worst.lost, Verdict.INCONCLUSIVE, says, threshold=HALFWAY_BITS)
 
 
 def _chaotic(found: Examination, d: Difference) -> Finding:
@@ -127,6 +151,9 @@ def _wrong(difference: Difference, network: Comparison) -> str:
         return f"{{place}}{named}: the candidate's has another shape"
     if difference.overflows:
         return f"{{place}}{named}: the candidate's float32 is not finite where the reference's is"
+    if network.in_float32_alone:
+        off = f"fed the reference's exact inputs it is {difference.relative:.2g} (relative) off in float32"
+        return f"{{place}}{named}: {off}, in which alone it runs, and as far off nearby: another function"
     how = "with the rounding taken away" if "shadow" in network.ran else "in float64"
     off = f"{difference.relative:.2g} (relative) off"
     if "shadow64" in network.ran and difference.excess("shadow") <= 1:

@@ -28,6 +28,8 @@ def ask_last_step(
         return [
             PROBE.not_applicable("the network is chaotic there: one unit in the last place changes it all")
         ]
+    if last.network.in_float32_alone:
+        return [PROBE.not_applicable("both run in float32 alone, in which training has parted them")]
     if not last.network.narrow():
         return [PROBE.finding(0.0, None, f"they do, at step {steps}")]
     return [at_later_step(f, steps) for f in PRECISION.ask(last) if f.evidence.supports]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from driftlab.arithmetic.comparison import Comparison, compare
-from driftlab.arithmetic.difference import Difference
+from driftlab.arithmetic.difference import Difference, Nature
 from driftlab.arithmetic.passes import CannotRunError, Recorded, on_batch
 from driftlab.arithmetic.sizes import centred, samples, samples_of, without_ties
 from driftlab.probes.examination import Examination
@@ -23,11 +23,10 @@ def ask(found: Examination) -> Iterator[Finding]:
     if found.supports(Verdict.BUG):
         yield PROBE.not_applicable("asked of the same function alone")
         return
-    exact = bool({"shadow", "float64"} & set(network.ran))
-    if not found.comparable or (found.trains and not exact):
-        yield PROBE.not_applicable("there is no exact result to hold it against")
+    if not found.comparable or (network.in_float32_alone and not _grainy(network) and found.trains):
+        yield PROBE.not_applicable("there is no exact result to hold it against")  # their curves have a say
         return
-    if not exact:
+    if network.in_float32_alone:
         yield _in_float32_alone(found)
         return
     narrow = _first_narrow(found)
@@ -45,10 +44,11 @@ def ask(found: Examination) -> Iterator[Finding]:
     yield PROBE.finding(difference.lost, Verdict.REDUCED_PRECISION, says, place)
 
 
-def _as_near(network: Comparison) -> Finding:
+def _as_near(network: Comparison, where: str = "") -> Finding:
     """More than the threshold is explained by ``_stays``, which found none of it on other inputs."""
     worst = max((d.lost for d in network.differences if math.isfinite(d.lost)), default=0.0)
-    says = f"its error is at most {worst:.2g} times the reference's"
+    own = "the reference's" if network.exact else "what one unit makes of the reference"
+    says = f"{where}its error is at most {worst:.2g} times {own}"
     if worst <= HALFWAY_BITS:
         return PROBE.finding(worst, None, says)
     says += (
@@ -58,24 +58,26 @@ def _as_near(network: Comparison) -> Finding:
 
 
 def _in_float32_alone(found: Examination) -> Finding:
-    """Of a candidate without float64: against the reference's exact result, or else its float32."""
-    known = any(d.errors for d in found.network.differences)
-    narrow = _first_narrow(found)
-    worst = max(found.network.differences, key=lambda d: d.lost if known else d.float32_units, default=None)
-    difference = narrow[1] if narrow else None if known else worst
-    units = 0.0 if difference is None else difference.lost if known else difference.float32_units
-    if difference is None or units <= HALFWAY_BITS:
-        return PROBE.finding(units, None, "in float32 alone, it is as near as the reference")
+    """Beside the reference's exact result, or where it has none beside its float32."""
+    exact, narrow = found.network.exact, _first_narrow(found)
+    if narrow is None:
+        return _as_near(found.network, "in float32 alone, ")
+    module, difference = narrow
+    units = difference.lost if exact else difference.float32_units
     bits = 24 - math.log2(units) if math.isfinite(units) else 0
-    place = Place("", difference.pass_, 0)
+    place = Place(module, difference.pass_, 0)
     if bits < 1:
         says = "{place}: it runs in float32 alone, and no bit of that is the reference's"
         return PROBE.finding(units, Verdict.BUG, says, place)
     says = f"{{place}}: it runs in float32 alone, and about {bits:.0f} bits of 24 agree with the reference"
-    if known:
+    if exact or difference.nature is Nature.FEWER_BITS:
         return PROBE.finding(units, Verdict.REDUCED_PRECISION, says, place)
     says = f"{says}; nor has the reference an exact result: rounding, or another function"
     return PROBE.finding(units, None, says, place, status=Status.REFUSED)
+
+
+def _grainy(network: Comparison) -> bool:
+    return any(d.nature is Nature.FEWER_BITS for d in network.narrow())
 
 
 def _first_narrow(found: Examination) -> tuple[str, Difference] | None:
@@ -122,7 +124,7 @@ def _narrow(found: Examination, name: str, call: Recorded) -> bool:
     mine, theirs = local.pair(name) if name else (pair.reference, pair.candidate)
     prefixes = name, local.counterparts[name]
     try:
-        options = {"prefixes": prefixes, "seed": pair.seed, "alone": not found.trains}
+        options = {"prefixes": prefixes, "seed": pair.seed}
         options |= {} if name else {"outputs": pair.outputs}
         compared = compare(mine, theirs, call, pair.comparable, **options)
     except CannotRunError:

@@ -17,7 +17,7 @@ from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import Local
 from driftlab.arithmetic.passes import Recorded
 from driftlab.fold.layout import flat
-from driftlab.network.calling import copied, named_leaves, seed_random_layers
+from driftlab.network.calling import copied, each_tensor, named_leaves, seed_random_layers
 from driftlab.network.outputs import Leaves, Outputs
 from driftlab.probes.examination import Examination
 from driftlab.probes.probe import Probe
@@ -89,9 +89,7 @@ def _returned(module: nn.Module, call: Recorded, seeds: Iterable[int]) -> Iterat
     """One call after the other of the same copy: it may keep a generator of its own."""
     twin = copied(module)
     for seed in seeds:
-        args, kwargs = torch.utils._pytree.tree_map_only(
-            Tensor, lambda t: t.detach().clone(), (call.args, call.kwargs)
-        )
+        args, kwargs = each_tensor(lambda t: t.detach().clone(), (call.args, call.kwargs))
         seed_random_layers(seed)
         yield named_leaves(call.call(twin, args, kwargs))
 

@@ -57,6 +57,8 @@ def _agreed(seen: Rewritten, modules: int) -> str:
     if seen.unplaced:
         parts.append(f"{len(seen.unplaced)} with weights that integers cannot stand for in both")
     parts.append(f"{seen.other} comparisons at other sizes and values within rounding")
+    if seen.untold:
+        parts.append(f"{seen.untold} in float32 alone, which does not tell rounding from a fault")
     parts += [f"{name} keeps {bits} bits of its operands" for name, bits in seen.bits.items()]
     if seen.other_weights:
         parts.append(f"with other weights than its own {seen.other_weights[0]} is another function")

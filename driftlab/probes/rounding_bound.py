@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.locating import Local
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
-from driftlab.network.calling import copied
+from driftlab.network.calling import copied, each_tensor
 from driftlab.probes.examination import Examination
 from driftlab.probes.probe import Probe
 from driftlab.rounding import UNIT_ROUND_OFF
@@ -101,7 +100,7 @@ def _mapped(call: Recorded, change) -> Recorded:
             return tensor
         return change(tensor.detach()).requires_grad_(tensor.requires_grad)
 
-    args, kwargs = pytree.tree_map_only(Tensor, changed, (call.args, call.kwargs))
+    args, kwargs = each_tensor(changed, (call.args, call.kwargs))
     gradients = {n: None if g is None else change(g) for n, g in call.gradients.items()}
     return Recorded(args, kwargs, gradients)
 

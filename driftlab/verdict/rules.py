@@ -113,8 +113,10 @@ def _settled_headline(verdict: Verdict, finding: Finding, n: int) -> str:
 
 def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Finding]) -> Judgement:
     narrow = next((f for f in probes if _is_narrow(f)), None)
+    unseen = next((f.evidence for f in probes if f.evidence.supports is Verdict.INCONCLUSIVE), None)
     pair, excess = envelope.window_pair(records, subject)
-    if narrow and pair.probe == PAIRS["float32"].name:  # fewer bits put it as far apart as a bug would
+    fewer_bits = narrow or (unseen and unseen.probe == FUNCTION)
+    if fewer_bits and pair.probe == PAIRS["float32"].name:  # which put it as far apart as a bug would
         pair, excess = replace(pair, supports=None), None
     evaluation, eval_place = envelope.evaluation(records, subject)
     if any(f.evidence.probe == EXCESS and f.evidence.supports is Verdict.ROUND_OFF for f in probes):
@@ -136,7 +138,6 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
     failed = next((f.evidence for f in probes if f.decides and f.evidence.status is Status.FAILED), None)
     controlled = all("control.float64" in r.arms for r in records)
     verdict = Verdict.INCONCLUSIVE if failed else _verdict(found, subject, place, controlled)
-    unseen = next((f.evidence for f in probes if f.evidence.supports is Verdict.INCONCLUSIVE), None)
     if unseen and verdict is not Verdict.BUG:
         verdict = Verdict.INCONCLUSIVE
     strange = unexplained(deciding) if verdict in (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL) else None
