@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from driftlab.arithmetic.comparison import by_reference_names
 from driftlab.arithmetic.difference import Difference, distance, finite_norm
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
+from driftlab.arithmetic.quantities import by_reference_names
 from driftlab.fold.layout import AnyFold
 from driftlab.network.outputs import Outputs
 from driftlab.rounding import HALFWAY, HALFWAY_BITS, UNIT_ROUND_OFF

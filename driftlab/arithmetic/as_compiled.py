@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from driftlab.arithmetic.comparison import Comparison, differences, exact_passes, used_outputs
+from driftlab.arithmetic.comparison import Comparison
 from driftlab.arithmetic.difference import Difference, Nature
 from driftlab.arithmetic.grain import TRIALS, Residual, inputs_near, nature_of, near
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
+from driftlab.arithmetic.quantities import differences, exact_passes, used_outputs
 from driftlab.network.calling import copied
 from driftlab.rounding import HALFWAY_BITS
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from driftlab.arithmetic.control import own_response
-from driftlab.arithmetic.difference import PASSES, Difference, Nature, distance, finite_norm, same_values
-from driftlab.arithmetic.grain import Opaque, Residual
+from driftlab.arithmetic.difference import PASSES, Difference, Nature
 from driftlab.arithmetic.naming import LOSS
+from driftlab.arithmetic.opaque import Opaque
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
+from driftlab.arithmetic.quantities import differences, exact_passes, used_outputs
 from driftlab.fold.layout import AnyFold
 from driftlab.network.outputs import Outputs
 from driftlab.rounding import HALFWAY_BITS
@@ -149,8 +148,7 @@ def compare(
     if wide == "float32" and truth is None:
         found = _beside_own_units(found, reference, recorded, both["float32"][0], seed, evaluate)
     if wide != "shadow":
-        residuals = partial(_residuals, fold=fold, prefixes=prefixes, arithmetic=wide, options=options)
-        found = _natures(found, wide, Opaque(reference, candidate, recorded, fold, prefixes, residuals))
+        found = Opaque(reference, candidate, recorded, fold, prefixes, wide, options).with_natures(found)
     if "shadow" in both and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found):
         _try(both, failed, "shadow64", modules, recorded, options)
         found = differences(both, fold, prefixes, used)
@@ -173,35 +171,6 @@ def _beside_control(compared: Comparison, reference, recorded, both: dict, optio
         own = own_response(found, reference, recorded, exact, arithmetic="float32", **options)
         found = [replace(d, errors=d.errors | {"control": own[d.pass_, d.name]}) for d in found]
     return replace(compared, differences=found)
-
-
-def _natures(found: list[Difference], arithmetic: str, opaque: Opaque) -> list[Difference]:
-    """What those are that are beyond rounding."""
-
-    def beyond(d: Difference) -> bool:
-        if d.overflows or d.reshaped:
-            return False
-        return d.lost > HALFWAY_BITS if arithmetic == "float32" else d.excess(arithmetic) > 1
-
-    asked = [d for d in found if beyond(d)]
-    natures = opaque.natures(asked) if asked else {}
-    return [replace(d, nature=natures.get((d.pass_, d.name))) for d in found]
-
-
-def _residuals(
-    mine: nn.Module, theirs: nn.Module, recorded: Recorded, *, fold, prefixes, arithmetic: str, options: dict
-) -> dict[tuple[str, str], Residual]:
-    own = run(mine, recorded, arithmetic, **options)
-    other = by_reference_names(run(theirs, recorded, arithmetic, beside=own, **options), fold, prefixes, 1)
-    known = {k: options[k] for k in ("seed", "evaluate")}
-    truth = exact_passes(mine, recorded, **known) if arithmetic == "float32" else None
-    exact = by_reference_names(truth or own, fold, prefixes, 0)
-    return {
-        (pass_, name): Residual(tensor, other[pass_][name] - tensor)
-        for pass_, tensors in exact.items()
-        for name, tensor in tensors.items()
-        if name in other.get(pass_, {}) and other[pass_][name].shape == tensor.shape
-    }
 
 
 def _beside_own_units(
@@ -246,91 +215,3 @@ def _try(
         both[arithmetic] = own, run(candidate, recorded, arithmetic, beside=own, **options)
     except CannotRunError as error:
         failed[arithmetic] = str(error)
-
-
-def exact_passes(module: nn.Module, recorded: Recorded, **options: Any) -> Passes | None:
-    """Of a module by itself, where it runs in more than float32. ``options`` as of ``run``."""
-    for arithmetic in ("shadow", "float64"):
-        try:
-            return run(module, recorded, arithmetic, **options)
-        except CannotRunError:
-            continue
-    return None
-
-
-def used_outputs(recorded: Recorded) -> set[str] | None:
-    """The outputs that a gradient came back to; None where all count, as in a frozen part."""
-    if recorded.loss is not None:
-        return None
-    return {name for name, gradient in recorded.gradients.items() if gradient is not None} or None
-
-
-def differences(
-    both: dict[str, tuple[Passes, Passes]],
-    fold: AnyFold,
-    prefixes: tuple[str, str],
-    used: set[str] | None,
-    exact: Passes | None = None,
-) -> list[Difference]:
-    """All quantities of two modules.
-
-    Args:
-        both: arithmetic -> the passes of both in it.
-        used: the outputs that count, all where None.
-        exact: the truth, where it is none of ``both``.
-    """
-    read = {
-        a: tuple(by_reference_names(p, fold, prefixes, i) for i, p in enumerate(pair))
-        for a, pair in both.items()
-    }
-    truth = read["shadow" if "shadow" in read else "float64" if "float64" in read else "float32"][0]
-    truth = by_reference_names(exact, fold, prefixes, 0) if exact else truth
-    known = exact is not None or len(read) > 1
-    found = [
-        _difference(
-            pass_, name, tensor, {a: (pair[0][pass_], pair[1][pass_]) for a, pair in read.items()}, known
-        )
-        for pass_ in PASSES
-        for name, tensor in truth.get(pass_, {}).items()
-        if all(name in pair[i].get(pass_, {}) for pair in read.values() for i in (0, 1))
-        and (used is None or pass_ not in ("forward", "eval") or name in used)
-    ]
-    largest = max((d.size for d in found if d.pass_ == "weight gradient"), default=0.0)
-    return [replace(d, scale=largest) if d.pass_ == "weight gradient" else d for d in found]
-
-
-def by_reference_names(passes: Passes, fold: AnyFold, prefixes: tuple[str, str], index: int) -> dict:
-    """Weights, gradients and buffers under the reference's full names."""
-    read = dict(passes.tensors)
-    for pass_ in ("weight gradient", "buffer"):
-        prefix = f"{prefixes[index]}." if prefixes[index] else ""
-        named = {prefix + name: tensor for name, tensor in read[pass_].items()}
-        read[pass_] = dict(fold(named)) if index else named
-    return read
-
-
-def _difference(pass_: str, name: str, truth: Tensor, pairs: dict, known: bool) -> Difference:
-    apart, same = {}, True
-    for arithmetic, (mine, theirs) in pairs.items():
-        a, b = mine[name], theirs[name]
-        apart[arithmetic] = distance(b, a)
-        if not arithmetic.startswith("shadow"):
-            same = same and same_values(a, b)
-    errors = {}
-    if "float32" in pairs and known:
-        mine, theirs = pairs["float32"]
-        errors = {"reference": distance(mine[name], truth), "candidate": distance(theirs[name], truth)}
-    own = {a: mine[name] for a, (mine, _) in pairs.items() if a.startswith("shadow")}
-    change = distance(own["shadow64"], own["shadow"]) if len(own) > 1 else None
-    finite = bool(truth.isfinite().any())
-    return Difference(
-        pass_,
-        name,
-        finite_norm(truth),
-        apart,
-        errors,
-        same,
-        finite=finite,
-        own_change=change,
-        numbers=truth.numel(),
-    )

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from driftlab.arithmetic.comparison import by_reference_names
 from driftlab.arithmetic.difference import Difference, distance
 from driftlab.arithmetic.locating import Local
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
+from driftlab.arithmetic.quantities import by_reference_names
 from driftlab.arithmetic.shadow_tensor import Native
 from driftlab.fold.layout import AnyFold
 from driftlab.network.calling import copied

@@ -10,20 +10,16 @@ is looked at again at points nearby.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 
-from driftlab.arithmetic.difference import Difference, Nature, distance, finite_norm
-from driftlab.arithmetic.passes import CannotRunError, Recorded
-from driftlab.fold.layout import AnyFold, FoldError
-from driftlab.fold.unfold import put_weights
-from driftlab.network.calling import copied, each_tensor
-from driftlab.rounding import HALFWAY_BITS
+from driftlab.arithmetic.difference import Nature, distance, finite_norm
+from driftlab.arithmetic.passes import Recorded
+from driftlab.network.calling import each_tensor
 
 # bfloat16 keeps 8 bits, the fewest in use: numbers of its grid are at most 2^-7 of themselves apart.
 COARSEST_GRAIN = 2.0**-7
@@ -42,6 +38,11 @@ class Residual:
 
     exact: Tensor
     residual: Tensor
+
+    @property
+    def missing(self) -> bool:
+        """Whether the other has nothing there, as a quantised kernel has no gradient."""
+        return torch.equal(self.residual, -self.exact)
 
 
 def nature_of(here: Residual, nearby: Iterable[Residual | None]) -> Nature:
@@ -71,55 +72,6 @@ def near(tensor: Tensor, generator: torch.Generator) -> Tensor:
 def inputs_near(recorded: Recorded, generator: torch.Generator) -> Recorded:
     args, kwargs = each_tensor(lambda t: near(t, generator), (recorded.args, recorded.kwargs))
     return replace(recorded, args=args, kwargs=kwargs)
-
-
-@dataclass(frozen=True)
-class Opaque:
-    """Two modules that shadow execution cannot follow.
-
-    Attributes:
-        residuals: (reference, candidate, what they are given) -> (pass, name) -> what the two are apart.
-    """
-
-    reference: nn.Module
-    candidate: nn.Module
-    recorded: Recorded
-    fold: AnyFold
-    prefixes: tuple[str, str]
-    residuals: Callable[[nn.Module, nn.Module, Recorded], dict[Key, Residual]]
-
-    def natures(self, asked: Iterable[Difference]) -> dict[Key, Nature]:
-        """Of each difference; empty where nothing can be moved, or what is moved does not run."""
-        try:
-            here = self.residuals(self.reference, self.candidate, self.recorded)
-            nearby = [self._near(trial) for trial in range(TRIALS)]
-        except CannotRunError:
-            return {}
-        keys = [(d.pass_, d.name) for d in asked]
-        if None in nearby:
-            return {}
-        return {key: nature_of(here[key], [_if_large(here[key], n.get(key)) for n in nearby]) for key in keys}
-
-    def _near(self, trial: int) -> dict[Key, Residual] | None:
-        generator = torch.Generator().manual_seed(trial)
-        mine, theirs = copied(self.reference), copied(self.candidate)
-        moving = any(isinstance(t, Tensor) and t.is_floating_point() for t in _leaves(self.recorded))
-        try:
-            put_weights(mine, theirs, self.fold, lambda _, t: near(t, generator), self.prefixes)
-        except FoldError:
-            if not moving:
-                return None
-        return self.residuals(mine, theirs, inputs_near(self.recorded, generator))
-
-
-def _leaves(recorded: Recorded) -> list:
-    return pytree.tree_leaves((recorded.args, recorded.kwargs))
-
-
-def _if_large(here: Residual, there: Residual | None) -> Residual | None:
-    """None where it is gone, as at a kink that these inputs alone come upon."""
-    gone = there is None or finite_norm(there.residual) * HALFWAY_BITS < finite_norm(here.residual)
-    return None if gone else there
 
 
 def _moved(a: Tensor, b: Tensor) -> float:

@@ -177,10 +177,12 @@ def _inner(leaf: object) -> object:
 
 
 def _in_float32(number: float) -> float:
+    """As float32 stores it; but not one that would be gone in 0 or 1, which nobody writes down."""
     try:
-        return struct.unpack("f", struct.pack("f", number))[0]
+        stored = struct.unpack("f", struct.pack("f", number))[0]
     except OverflowError:
         return number
+    return number if stored in (0.0, 1.0, -1.0) else stored
 
 
 def _written_back(func, leaves: list, inner: list, spec) -> None:

@@ -105,9 +105,20 @@ def _cut(call: Recorded, start: int, size: Callable[[int], int], last: int = 0) 
 def other_values(call: Recorded) -> Iterator[tuple[str, Recorded]]:
     """Calls with other values, named: larger, of the other sign, moved; whole numbers stay as they are."""
     few = batch_of(call, min(FEW, _samples(call))) or call
-    yield "inputs eight times as large", _values(few, lambda t: 8 * t)
-    yield "inputs of the other sign", _values(few, lambda t: -t)
-    yield "inputs moved up by two", _values(few, lambda t: t + 2)
+    for inputs, change in _OTHERWISE.items():
+        yield inputs, _values(few, lambda t, change=change: t if _counted(t) else change(t))
+
+
+_OTHERWISE = {
+    "inputs eight times as large": lambda t: 8 * t,
+    "inputs of the other sign": lambda t: -t,
+    "inputs moved up by two": lambda t: t + 2,
+}
+
+
+def _counted(tensor: Tensor) -> bool:
+    """Whole numbers are labels, masks, counts: other ones may mean nothing."""
+    return torch.equal(tensor, tensor.round())
 
 
 def centred(call: Recorded) -> Recorded:
@@ -139,10 +150,8 @@ def zeros(call: Recorded) -> tuple[str, Recorded]:
 
 
 def _values(call: Recorded, change: Callable[[Tensor], Tensor]) -> Recorded:
-    """``change`` of what is measured. Whole numbers are labels, masks, counts: others mean nothing."""
-
     def changed(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or tensor.dim() == 0 or torch.equal(tensor, tensor.round()):
+        if not tensor.is_floating_point() or tensor.dim() == 0:
             return tensor
         return change(tensor.detach()).requires_grad_(tensor.requires_grad)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from driftlab.arithmetic.comparison import Comparison, compare
@@ -71,8 +71,9 @@ class Examination:
     def dtypes(self) -> tuple[str, ...]:
         """Those in which the reference runs."""
         if "float64" in self.network.failed:
+            forward = replace(self.whole, loss=None)  # one that does not take float64 is the caller's to mend
             try:
-                run(self.pair.reference, self.whole, "float64", self.pair.seed, evaluate=False)
+                run(self.pair.reference, forward, "float64", self.pair.seed, evaluate=False)
             except CannotRunError:
                 return ("float32",)
         return ("float64", "float32")

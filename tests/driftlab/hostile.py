@@ -319,6 +319,6 @@ ASSERTED = {
     "other weights, both quantised": (
         {"reference": lambda: quantised(network()), "candidate": lambda: quantised(network(3))},
         "AssertionError",
-        "no bit",
+        "in which alone it runs, and as far off nearby: another function",
     ),
 }

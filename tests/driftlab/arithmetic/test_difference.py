@@ -73,7 +73,7 @@ def test_lost_is_how_many_times_the_candidates_error_is_the_references(size, err
 
 def test_float32_alone_measures_no_loss():
     alone = Difference("forward", "0", 1.0, {"float32": 1.0}, {}, False)
-    assert (alone.lost, alone.overflows, alone.relative) == (0.0, False, 0.0)
+    assert (alone.lost, alone.overflows, alone.relative) == (0.0, False, 1.0)
 
 
 def test_shadow_is_what_relative_speaks_of_where_it_ran():

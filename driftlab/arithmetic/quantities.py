@@ -1,0 +1,100 @@
+"""The quantities of a module, in each arithmetic, and how far two modules' are apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from driftlab.arithmetic.difference import PASSES, Difference, distance, finite_norm, same_values
+from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
+from driftlab.fold.layout import AnyFold
+
+
+def differences(
+    both: dict[str, tuple[Passes, Passes]],
+    fold: AnyFold,
+    prefixes: tuple[str, str],
+    used: set[str] | None,
+    exact: Passes | None = None,
+) -> list[Difference]:
+    """All quantities of two modules.
+
+    Args:
+        both: arithmetic -> the passes of both in it.
+        used: the outputs that count, all where None.
+        exact: the truth, where it is none of ``both``.
+    """
+    read = {
+        a: tuple(by_reference_names(p, fold, prefixes, i) for i, p in enumerate(pair))
+        for a, pair in both.items()
+    }
+    truth = read["shadow" if "shadow" in read else "float64" if "float64" in read else "float32"][0]
+    truth = by_reference_names(exact, fold, prefixes, 0) if exact else truth
+    known = exact is not None or len(read) > 1
+    found = [
+        _difference(
+            pass_, name, tensor, {a: (pair[0][pass_], pair[1][pass_]) for a, pair in read.items()}, known
+        )
+        for pass_ in PASSES
+        for name, tensor in truth.get(pass_, {}).items()
+        if all(name in pair[i].get(pass_, {}) for pair in read.values() for i in (0, 1))
+        and (used is None or pass_ not in ("forward", "eval") or name in used)
+    ]
+    largest = max((d.size for d in found if d.pass_ == "weight gradient"), default=0.0)
+    return [replace(d, scale=largest) if d.pass_ == "weight gradient" else d for d in found]
+
+
+def _difference(pass_: str, name: str, truth: Tensor, pairs: dict, known: bool) -> Difference:
+    apart, same = {}, True
+    for arithmetic, (mine, theirs) in pairs.items():
+        a, b = mine[name], theirs[name]
+        apart[arithmetic] = distance(b, a)
+        if not arithmetic.startswith("shadow"):
+            same = same and same_values(a, b)
+    errors = {}
+    if "float32" in pairs and known:
+        mine, theirs = pairs["float32"]
+        errors = {"reference": distance(mine[name], truth), "candidate": distance(theirs[name], truth)}
+    own = {a: mine[name] for a, (mine, _) in pairs.items() if a.startswith("shadow")}
+    change = distance(own["shadow64"], own["shadow"]) if len(own) > 1 else None
+    finite = bool(truth.isfinite().any())
+    return Difference(
+        pass_,
+        name,
+        finite_norm(truth),
+        apart,
+        errors,
+        same,
+        finite=finite,
+        own_change=change,
+        numbers=truth.numel(),
+    )
+
+
+def by_reference_names(passes: Passes, fold: AnyFold, prefixes: tuple[str, str], index: int) -> dict:
+    """Weights, gradients and buffers under the reference's full names."""
+    read = dict(passes.tensors)
+    for pass_ in ("weight gradient", "buffer"):
+        prefix = f"{prefixes[index]}." if prefixes[index] else ""
+        named = {prefix + name: tensor for name, tensor in read[pass_].items()}
+        read[pass_] = dict(fold(named)) if index else named
+    return read
+
+
+def used_outputs(recorded: Recorded) -> set[str] | None:
+    """The outputs that a gradient came back to; None where all count, as in a frozen part."""
+    if recorded.loss is not None:
+        return None
+    return {name for name, gradient in recorded.gradients.items() if gradient is not None} or None
+
+
+def exact_passes(module: nn.Module, recorded: Recorded, **options: Any) -> Passes | None:
+    """Of a module by itself, where it runs in more than float32. ``options`` as of ``run``."""
+    for arithmetic in ("shadow", "float64"):
+        try:
+            return run(module, recorded, arithmetic, **options)
+        except CannotRunError:
+            continue
+    return None
