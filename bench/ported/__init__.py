@@ -1,1 +1,4 @@
-"""Pairs of which one was ported: other names, another nesting, other shapes of the same weights."""
+"""Ports between codebases: the same network under other names, in another nesting and in other shapes.
+
+Written by people who had not seen the diagnosis, and judged once: what came out first is kept.
+"""
