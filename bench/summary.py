@@ -11,23 +11,25 @@ from statistics import median
 import torch
 
 from bench.run import Outcome, confusion
+from driftlab.verdict.statistics import clopper_pearson
 from driftlab.words import Verdict
 
 VERDICTS = [str(v) for v in Verdict]
 SETS = {"all cases": None, "development": False, "held out": True}
 
 
-def as_markdown(outcomes: Sequence[Outcome], command: str, first: Sequence[Outcome] = ()) -> str:
+def as_markdown(outcomes: Sequence[Outcome], command: str, room: str, first: Sequence[Outcome] = ()) -> str:
     """One page: the question, the answer, the confusion matrix, what was wrong, how it was made.
 
     Args:
+        room: the package that the cases are in.
         first: what the held-out cases gave when they were judged for the first time.
     """
     parts = [
         "# How often the diagnosis is right",
         "Every case is a pair of networks whose relation is known, diagnosed as a user would: "
         "`driftlab.diagnose` with its defaults, on one thread. What is right and where is part of the case "
-        "(`bench/cases/`).",
+        f"(`{room.replace('.', '/')}/`). Intervals are Clopper and Pearson's, of 95 %.",
         _table(HEADER, rates(outcomes)),
         *_first_sight(first),
         "## Confusion matrix",
@@ -53,7 +55,7 @@ def _first_sight(first: Sequence[Outcome]) -> list[str]:
         "they gave when they were judged for the first time ([held_out_first.csv](held_out_first.csv)); the "
         "rules were then mended where they were wrong in kind, so that the table above is no estimate for "
         "new cases, and this one is.",
-        _table(HEADER, rates(first)[-1:]),
+        _table(HEADER, rates(first)),
     ]
 
 
@@ -62,7 +64,7 @@ def rates(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     rows = []
     for name, held_out in SETS.items():
         chosen = [o for o in outcomes if held_out is None or o.held_out is held_out]
-        if not chosen:
+        if not chosen or (held_out is not None and len(chosen) == len(outcomes)):
             continue
         placed = [o for o in chosen if o.placed is not None]
         harmless = [o for o in chosen if o.label in ("round_off", "bit_identical")]
@@ -83,7 +85,10 @@ HEADER = ("cases", "right verdict", "right place", "false alarms", "missed bugs"
 
 
 def _share(count: int, n: int) -> str:
-    return f"{count} of {n}" + (f" ({100 * count / n:.1f} %)" if n else "")
+    if not n:
+        return f"{count} of {n}"
+    low, high = clopper_pearson(count, n)
+    return f"{count} of {n} ({100 * count / n:.1f} %; {100 * low:.1f} to {100 * high:.1f})"
 
 
 def _matrix(outcomes: Sequence[Outcome]) -> str:

@@ -5,6 +5,8 @@ python scripts/calibrate.py conv lstm --dry    the cases whose name holds one of
 
 uv run --group bench scripts/calibrate.py --of real_bugs
     published bugs and right pairs out of libraries, written under results/published/real_bugs/
+uv run --group bench scripts/calibrate.py --of ported
+    pairs of which one was ported, written under results/published/ported/
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from bench import cases, real_bugs, real_summary  # noqa: E402
+from bench import cases, ported, real_bugs, real_summary  # noqa: E402
 from bench.real_habits import Seen, seen_of  # noqa: E402
 from bench.run import Outcome, all_cases, confusion, run_case  # noqa: E402
 from bench.summary import HEADER, VERDICTS, as_csv, as_markdown, rates, read_csv  # noqa: E402
 from driftlab.record.seed_record import write_whole  # noqa: E402
 
 PUBLISHED = ROOT / "results" / "published"
-ROOMS = {"planted": cases, "real_bugs": real_bugs}
+ROOMS = {"planted": cases, "real_bugs": real_bugs, "ported": ported}
 Answer = tuple[Outcome, Seen | None]
 
 
@@ -48,24 +50,28 @@ def main() -> int:
     answers = _run(arguments.of, names, arguments.jobs)
     _show([outcome for outcome, _ in answers])
     if not arguments.dry:
-        folder = {"planted": _publish_planted, "real_bugs": partial(_publish_real, found)}[arguments.of](
-            answers, _command(arguments)
-        )
+        publish = _publish_real if arguments.of == "real_bugs" else partial(_publish, arguments.of)
+        folder = publish(found, answers, _command(arguments))
         print(f"written to {folder.relative_to(ROOT)}/")
     return 0
 
 
 def _command(arguments: argparse.Namespace) -> str:
-    by = "python" if arguments.of == "planted" else "uv run --group bench"
-    of = [] if arguments.of == "planted" else ["--of", arguments.of]
+    planted = arguments.of == "planted"
+    by, of = ("python", []) if planted else ("uv run --group bench", ["--of", arguments.of])
     return shlex.join([*by.split(), "scripts/calibrate.py", *of, *arguments.words])
 
 
-def _publish_planted(answers: list[Answer], command: str) -> Path:
-    folder, outcomes = PUBLISHED / "calibration", [outcome for outcome, _ in answers]
+def _publish(of: str, found: dict, answers: list[Answer], command: str) -> Path:
+    """What the held-out cases gave when they were judged for the first time stays as it was."""
+    folder = PUBLISHED / ("calibration" if of == "planted" else of)
+    outcomes = [outcome for outcome, _ in answers]
     first = folder / "held_out_first.csv"
-    seen = read_csv(first.read_text()) if first.exists() else []
-    write_whole(folder / "README.md", as_markdown(outcomes, command, seen))
+    if not first.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(first, as_csv([o for o in outcomes if o.held_out]))
+    seen = read_csv(first.read_text())
+    write_whole(folder / "README.md", as_markdown(outcomes, command, ROOMS[of].__name__, seen))
     write_whole(folder / "cases.csv", as_csv(outcomes))
     return folder
 

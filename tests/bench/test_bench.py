@@ -78,8 +78,10 @@ def test_what_was_wrong_is_counted_and_shown():
         outcome("either", "round_off", "bit_identical", True),
     ]
     assert confusion(outcomes) == {"bug": {"bug": 2, "round_off": 1}, "round_off": {"bug": 1, "round_off": 1}}
-    page = as_markdown(outcomes, "python scripts/calibrate.py")
-    assert "| all cases | 3 of 5 (60.0 %) | 1 of 2 (50.0 %) | 1 of 2 (50.0 %) | 1 of 3 (33.3 %) |" in page
+    page = as_markdown(outcomes, "python scripts/calibrate.py", "bench.cases")
+    half = "1 of 2 (50.0 %; 1.3 to 98.7)"  # the interval as tables of it have it
+    row = f"3 of 5 (60.0 %; 14.7 to 94.7) | {half} | {half} | 1 of 3 (33.3 %; 0.8 to 90.6)"
+    assert f"| all cases | {row} |" in page
     wrong = page[page.index("## Wrong") : page.index("## How")]
     assert all(name in wrong for name in ("misplaced", "missed", "accused"))
     assert "either" not in wrong
@@ -89,5 +91,8 @@ def test_what_was_wrong_is_counted_and_shown():
 
 def test_what_the_held_out_cases_gave_at_first_sight_stays_on_the_page():
     first = [outcome("unseen", "bug", "round_off", False, held_out=True)]
-    page = as_markdown([outcome("right", "bug", "bug", True, True)], "command", read_csv(as_csv(first)))
-    assert "| held out | 0 of 1 (0.0 %) | 0 of 0 | 0 of 0 | 1 of 1 (100.0 %) |" in page
+    page = as_markdown(
+        [outcome("right", "bug", "bug", True, True)], "command", "bench.cases", read_csv(as_csv(first))
+    )
+    missed = "1 of 1 (100.0 %; 2.5 to 100.0)"
+    assert f"| all cases | 0 of 1 (0.0 %; 0.0 to 97.5) | 0 of 0 | 0 of 0 | {missed} |" in page
