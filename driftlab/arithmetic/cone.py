@@ -19,7 +19,8 @@ class Cone:
         within: how far from the prints of each value those of the same value may be, relative.
 
     Attributes:
-        first: those that are made of values that are there.
+        first: those that are made of values that are there. Where they begin in several of the network's own
+            parts, as in two towers, those of the part that comes first.
     """
 
     def __init__(
@@ -36,11 +37,15 @@ class Cone:
         self._right, self._known = right, {}
         self._absent = self._led([own.results[end] for end in ends if end in own.results])
         first = [n for n in sorted(self._absent) if self._absent.isdisjoint(self._values[n].inputs)]
-        self.first = [n for n in first if not self._made_up_for(n)] or first
+        self.first = self._in_one_part([n for n in first if not self._made_up_for(n)] or first)
 
     def scope(self) -> str:
         """The innermost module that holds all of the beginning."""
         return common([self._lifted(n) for n in self.first])
+
+    def _in_one_part(self, numbers: list[int]) -> list[int]:
+        parts = [self._lifted(n).partition(".")[0] for n in numbers]
+        return numbers if "" in parts else [n for n, p in zip(numbers, parts, strict=True) if p == parts[0]]
 
     def scope_beside(self, other: Cone) -> str | None:
         """The module in which this network parts from the other, where that one begins to part from it.

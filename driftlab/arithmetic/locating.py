@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from driftlab.arithmetic.comparison import Comparison, compare
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.passes import CannotRunError, Recorded, on_batch, run
+from driftlab.arithmetic.quantities import used_outputs
 from driftlab.arithmetic.recording import chosen, in_sequence, record
 from driftlab.arithmetic.sizes import batch_of, without_ties
 from driftlab.blame import not_ours
@@ -141,12 +142,16 @@ class Local:
 
     def _compare(self, name: str, call: Recorded) -> Comparison | None:
         mine, theirs = self.pair(name)
+        if type(theirs).forward is nn.Module.forward:  # a ParameterDict, or a list: it only holds the tensors
+            return None
         try:
             prefixes = name, self.counterparts[name]
             options = {"prefixes": prefixes, "seed": self.seed, "judged": self.judged}
-            return compare(mine, theirs, call, self.read, **options)
+            found = compare(mine, theirs, call, self.read, **options)
         except CannotRunError:
             return None
+        # what a gradient came back to, and the other does not return, cannot be sent to it
+        return None if (used_outputs(call) or set()) & set(found.unpaired) else found
 
     def _lost(self, name: str) -> bool:
         """Whether another sum of gradients comes back: equal entries share one, and lose nothing of it.

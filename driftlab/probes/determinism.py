@@ -156,7 +156,7 @@ def wavers(found: Examination, module: str | None) -> Finding | None:
     """What to say instead where the candidate, about to be accused in ``module``, does not repeat itself."""
     pair = found.pair
     wobble = repeats(pair.candidate, found.whole, pair.seed, AGAIN_NETWORK)
-    if wobble is None and module and found.local.calls.get(module):
+    if wobble is None and module and module in pair.counterparts and found.local.comparisons(module):
         call: Recorded = found.local.calls[module][0]
         wobble = repeats(found.local.pair(module)[1], call, pair.seed, AGAIN_MODULE)
         wobble = wobble and Wobble(wobble.pass_, pair.counterparts[module], wobble.floor)

@@ -52,7 +52,7 @@ def ask(found: Examination) -> Iterator[Finding]:
     # found on some samples of the batch alone: this training may come to it later
     on_few = not wrong and not found.local.wrong(module)
     excess = min(_excess_of(difference, network), 1e300) * HALFWAY
-    says = _arrives(difference) if arrives else _wrong(difference, network)
+    says = _arrives(difference, found.local.right(module)) if arrives else _wrong(difference, network)
     says += _IN_EVALUATION if _same_in_evaluation(found) else ""
     accused = PROBE.finding(excess, Verdict.BUG, says, place)
     more = details(found, located[0] if located else "", difference, few=not wrong)
@@ -180,10 +180,10 @@ def _same_in_evaluation(found: Examination) -> bool:
     return not wrong or rounded_constants(alone.pair, alone.whole, wrong) is not None
 
 
-def _arrives(difference: Difference) -> str:
+def _arrives(difference: Difference, right: bool) -> str:
     """Of a module that a wrong gradient or buffer belongs to, and that is not wrong by itself."""
-    off = f"{difference.name} is {difference.relative:.2g} (relative) off"
-    return f"{{place}}: {off}; each of its calls is right by itself, so that what arrives there is wrong"
+    says = f"{{place}}: {difference.name} is {difference.relative:.2g} (relative) off"
+    return says + right * "; each of its calls is right by itself, so that what arrives there is wrong"
 
 
 def _untrained(found: Examination) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from driftlab.arithmetic.constants import own_constants
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import SAME_BORDERS, first_wrong
@@ -51,7 +53,8 @@ def placed(
         if not module and (deeper := first_wrong(found.local, deeper=True)):
             module, difference = deeper
         return _of(pair, module, difference)
-    place = Place(parted[0], _pass_of(pass_, parted[0], wrong), 0, parted[1])
+    at = _called(pair, parted[0])
+    place = Place(at, _pass_of(pass_, at, wrong), 0, parted[1])
     if damped and _within(module, place.module):  # the border moved: what is seen of it is the parent's
         return place, (place.module and found.local.wrong(place.module)) or wrong[0]
     # of a gradient that no call explains its owner says more than the whole network does
@@ -60,7 +63,16 @@ def placed(
 
 
 def _of(pair: Pair, module: str, difference: Difference) -> tuple[Place, Difference]:
-    return Place(module, difference.pass_, 0, pair.counterparts.get(module)), difference
+    if difference.pass_ == "buffer" and _within(difference.name, module):  # nobody else writes into it
+        module = difference.name.rpartition(".")[0]
+    return Place(_called(pair, module), difference.pass_, 0, pair.counterparts.get(module)), difference
+
+
+def _called(pair: Pair, module: str) -> str:
+    """The module itself, or the one that calls what a list or a dict of modules holds."""
+    while module and type(pair.reference.get_submodule(module)).forward is nn.Module.forward:
+        module = module.rpartition(".")[0]
+    return module
 
 
 def _within(inner: str, outer: str) -> bool:
