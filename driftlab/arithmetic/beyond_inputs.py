@@ -14,7 +14,7 @@ from torch import Tensor
 
 from driftlab.arithmetic.comparison import Comparison, compare
 from driftlab.arithmetic.integers import IntegerPair, operand_bits
-from driftlab.arithmetic.locating import Local
+from driftlab.arithmetic.local import Local
 from driftlab.arithmetic.passes import CannotRunError, Recorded
 from driftlab.arithmetic.sizes import batch_of, other_sizes, other_values, with_gradients, without_ties, zeros
 from driftlab.blame import not_ours

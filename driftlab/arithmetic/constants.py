@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlab.arithmetic.difference import Difference, distance
-from driftlab.arithmetic.locating import Local
+from driftlab.arithmetic.local import Local
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
 from driftlab.arithmetic.quantities import by_reference_names
 from driftlab.arithmetic.shadow_tensor import Native

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from driftlab.arithmetic.difference import PASSES, Difference
-from driftlab.arithmetic.locating import Local
+from driftlab.arithmetic.local import Local
 from driftlab.rounding import HALFWAY_BITS
 
 

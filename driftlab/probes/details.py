@@ -5,7 +5,7 @@ from __future__ import annotations
 from driftlab.arithmetic.accused import Accused, accused, worst_element
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.explaining import explained
-from driftlab.arithmetic.locating import FEW_SAMPLES, Local
+from driftlab.arithmetic.local import FEW_SAMPLES, Local
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.sizes import batch_of
 from driftlab.blame import described

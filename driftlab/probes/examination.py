@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from driftlab.arithmetic.comparison import Comparison, compare
-from driftlab.arithmetic.locating import Local, local_calls
+from driftlab.arithmetic.local import Local, local_calls
 from driftlab.arithmetic.passes import CannotRunError, Recorded, on_batch, run
 from driftlab.blame import is_ours
 from driftlab.network.compiled import compiling, eager

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlab.arithmetic.difference import Difference
-from driftlab.arithmetic.locating import Local
+from driftlab.arithmetic.local import Local
 from driftlab.arithmetic.passes import Recorded
 from driftlab.fold.layout import flat
 from driftlab.network.calling import copied, each_tensor, named_leaves, seed_random_layers

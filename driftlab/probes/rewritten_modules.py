@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.beyond_inputs import Rewritten, look_beyond
-from driftlab.arithmetic.locating import Local
+from driftlab.arithmetic.local import Local
 from driftlab.probes.determinism import wavers
 from driftlab.probes.examination import Examination
 from driftlab.probes.probe import Probe

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from driftlab.arithmetic.locating import Local
+from driftlab.arithmetic.local import Local
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
 from driftlab.network.calling import copied, each_tensor
 from driftlab.probes.examination import Examination

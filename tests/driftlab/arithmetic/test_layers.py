@@ -5,7 +5,7 @@ import json
 import pytest
 
 from driftlab.arithmetic.layers import layers
-from driftlab.arithmetic.locating import Local
+from driftlab.arithmetic.local import Local
 from tests.driftlab.arithmetic.layers import FAULTS
 from tests.driftlab.arithmetic.test_locating import local, network
 

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from driftlab.arithmetic.locating import SAME_BORDERS, first_wrong, local_calls, slightly_wrong
+from driftlab.arithmetic.local import local_calls
+from driftlab.arithmetic.locating import SAME_BORDERS, first_wrong, slightly_wrong
 from driftlab.arithmetic.passes import Recorded
 from driftlab.arithmetic.sizes import without_ties
 from driftlab.fold import find_fold
