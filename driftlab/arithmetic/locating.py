@@ -30,12 +30,14 @@ def first_wrong(local: Local, deeper: bool = False) -> tuple[str, Difference] | 
 def _first_wrong_child(local: Local, inside: str, deeper: bool) -> tuple[str, Difference] | None:
     """The first in the order of execution that is given the right inputs and is wrong.
 
-    One that gives its channels in another order is taken last, and only where every part has its counterpart:
+    One that is wrong by little has the right borders, whatever it is given in the candidate's run. One that gives its channels in another order is taken last, and only where every part has its counterpart:
     else what reads them may well expect that order.
     """
     children, reordered = _children(local, inside, deeper), None
     for name in children:
-        wrong = local.wrong(name) if local.aligned(name) else None
+        wrong = local.wrong(name)
+        if wrong and not local.aligned(name) and not _is_slight(wrong):
+            wrong = None
         if wrong and wrong.pass_ == "forward" and local.reordered(name):
             reordered = reordered or (name, wrong)
         elif wrong:
@@ -58,6 +60,10 @@ def _children(local: Local, inside: str, deeper: bool) -> list[str]:
         if not covered and (not deeper or local.comparisons(name)):
             found.append(name)
     return [n for n in names if n in found]
+
+
+def _is_slight(wrong: Difference) -> bool:
+    return wrong.pass_ == "forward" and wrong.relative < SAME_BORDERS
 
 
 def slightly_wrong(local: Local) -> tuple[str, Difference] | None:

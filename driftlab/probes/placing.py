@@ -98,7 +98,8 @@ def _pass_of(pass_: str, module: str, wrong: list[Difference]) -> str:
     if pass_ != "weight gradient":
         return pass_
     names = [d.name for d in wrong if d.pass_ == pass_]
-    return pass_ if module and all(_within(n, module) for n in names) else "input gradient"
+    own = all(_within(n, module) if module else "." not in n for n in names)
+    return pass_ if own else "input gradient"
 
 
 def _parted(found: Examination, pass_: str, wrong: list[Difference]) -> tuple[str, str] | None:
