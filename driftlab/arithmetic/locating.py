@@ -30,8 +30,9 @@ def first_wrong(local: Local, deeper: bool = False) -> tuple[str, Difference] | 
 def _first_wrong_child(local: Local, inside: str, deeper: bool) -> tuple[str, Difference] | None:
     """The first in the order of execution that is given the right inputs and is wrong.
 
-    One that is wrong by little has the right borders, whatever it is given in the candidate's run. One that gives its channels in another order is taken last, and only where every part has its counterpart:
-    else what reads them may well expect that order.
+    One that is wrong by little has the right borders, whatever it is given in the candidate's run. One that
+    gives its channels in another order is taken last, and only where every part has its counterpart: else
+    what reads them may well expect that order.
     """
     children, reordered = _children(local, inside, deeper), None
     for name in children:
