@@ -222,7 +222,10 @@ def _made(judged: Sequence[Judged], command: str) -> list[str]:
         "The networks are thin, the faults are written anew from what the threads say, and the choice "
         "was ours: the figures are an estimate for faults like these, not for all. A mended form and "
         "its fault share a network, so that the interval over all is nominal. What a case expects of "
-        "the place was written before its diagnosis and not touched after.",
+        "the place was written before its diagnosis and not touched after. First sights are of two days: "
+        "46 faults, 45 mended forms and 19 right pairs were judged before compiled code, outputs and ports "
+        "had been worked on, the others after. Two of the mended forms that were called a bug were at fault "
+        "themselves (on batches of three, for which they were not written), and were corrected.",
         "## How it was made",
         f"`{command}`; n = {len(judged)}, {median(seconds):.1f} s a case (median), {max(seconds):.1f} s "
         f"at most; {', '.join(libraries)}, Python {platform.python_version()}, CPU.",

@@ -28,8 +28,9 @@ TRIALS = 3
 INDEPENDENT = 2.0**0.5
 # A function that moves by more of itself than this is too rough for its difference to be told from a grain.
 TOO_ROUGH = 0.25
-
-Key = tuple[str, str]
+# bfloat16 errs by 2^-9 of what it rounds; what is off by more than 32 times that leaps by itself (another
+# expert chosen, another maximum), and would look like a grain.
+LARGEST_GRAIN = 2.0**-4
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Residual:
 
     exact: Tensor
     residual: Tensor
+
+    @property
+    def size(self) -> float:
+        """Relative."""
+        return finite_norm(self.residual) / max(finite_norm(self.exact), 1e-300)
 
     @property
     def missing(self) -> bool:

@@ -23,7 +23,7 @@ from driftlab.arithmetic.sizes import batch_of, without_ties
 from driftlab.blame import not_ours
 from driftlab.fold import Fold
 from driftlab.fold.layout import relative_distance
-from driftlab.network.modules import is_rewritten
+from driftlab.network.modules import is_rewritten, only_holds
 from driftlab.network.pair import Pair
 
 # Inputs that differ by no more than what float32, or bfloat16 upstream, makes of them.
@@ -138,7 +138,7 @@ class Local:
 
     def _compare(self, name: str, call: Recorded) -> Comparison | None:
         mine, theirs = self.pair(name)
-        if type(theirs).forward is nn.Module.forward:  # a ParameterDict, or a list: it only holds the tensors
+        if only_holds(theirs):
             return None
         try:
             prefixes = name, self.counterparts[name]

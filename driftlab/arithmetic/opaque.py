@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.difference import Difference, Nature, finite_norm
-from driftlab.arithmetic.grain import TRIALS, Residual, inputs_near, nature_of, near
+from driftlab.arithmetic.grain import LARGEST_GRAIN, TRIALS, Residual, inputs_near, nature_of, near
 from driftlab.arithmetic.passes import CannotRunError, Recorded, run
 from driftlab.arithmetic.quantities import by_reference_names, exact_passes
 from driftlab.fold.layout import AnyFold, FoldError
@@ -57,7 +57,7 @@ class Opaque:
         if None in nearby:
             return {}
         return {
-            key: nature_of(here[key], [_if_large(here[key], n.get(key)) for n in nearby])
+            key: _nature(here[key], [n.get(key) for n in nearby])
             for key in asked
             if key in here and not here[key].missing
         }
@@ -88,6 +88,11 @@ class Opaque:
             for name, tensor in tensors.items()
             if name in found.get(pass_, {}) and found[pass_][name].shape == tensor.shape
         }
+
+
+def _nature(here: Residual, nearby: list[Residual | None]) -> Nature:
+    found = nature_of(here, [_if_large(here, there) for there in nearby])
+    return Nature.UNTOLD if found is Nature.FEWER_BITS and here.size > LARGEST_GRAIN else found
 
 
 def _if_large(here: Residual, there: Residual | None) -> Residual | None:

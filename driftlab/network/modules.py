@@ -68,6 +68,12 @@ def _common_prefix(names: frozenset[str]) -> str:
     return ".".join(shared)
 
 
+def only_holds(module: nn.Module) -> bool:
+    """Whether it has no ``forward``, as a list or a dict of modules or parameters."""
+    made = next(vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
+    return made is vars(nn.Module)["forward"] and "forward" not in vars(module)
+
+
 def is_rewritten(mine: nn.Module, theirs: nn.Module) -> bool:
     """Whether the two may compute differently: another class, setting, hook or ``forward``, here or below."""
     parts, others = list(mine.named_modules()), list(theirs.named_modules())

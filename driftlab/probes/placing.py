@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from driftlab.arithmetic.constants import own_constants
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import SAME_BORDERS, first_wrong
 from driftlab.arithmetic.tracing import Traced, parting
 from driftlab.blame import not_ours
 from driftlab.fold import Fold
+from driftlab.network.modules import only_holds
 from driftlab.network.pair import Pair
 from driftlab.probes.examination import Examination
 from driftlab.words import Place, Verdict
@@ -70,7 +69,7 @@ def _of(pair: Pair, module: str, difference: Difference) -> tuple[Place, Differe
 
 def _called(pair: Pair, module: str) -> str:
     """The module itself, or the one that calls what a list or a dict of modules holds."""
-    while module and type(pair.reference.get_submodule(module)).forward is nn.Module.forward:
+    while module and only_holds(pair.reference.get_submodule(module)):
         module = module.rpartition(".")[0]
     return module
 
