@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from driftlab.blame import theirs
-from driftlab.network.calling import cast
+from driftlab.network.calling import cast, copied
 from driftlab.refusing import told, whole_number
 from driftlab.words import DiagnoseError
 
@@ -115,7 +115,9 @@ def _check_pair(batch: object) -> None:
 def stepping(
     name: str, make: Callable[[Any], Optimizer], given: Callable[[nn.Module], Any] = lambda module: module
 ) -> Callable[[nn.Module], Optimizer]:
-    """``make(given(module))`` of any module, checked: it must move parameters of that module alone.
+    """``make(given(module))`` of any module, checked: it must move that module.
+
+    Its groups may hold copies of the module's parameters (master weights), if its step carries them back.
 
     Raises:
         DiagnoseError: ``make`` cannot be called; and, when called, it raises, or makes something else.
@@ -133,10 +135,27 @@ def stepping(
         if not isinstance(groups, list):
             raise DiagnoseError(f"{name} returned a {type(optimizer).__name__}: it must return an optimizer")
         own = {id(p) for p in module.parameters()}
-        if any(id(p) not in own for group in groups for p in group["params"]):
+        strange = any(id(p) not in own for group in groups for p in group["params"])
+        if strange and not _moves(lambda twin: theirs(make, given(twin)), module):
             raise DiagnoseError(
                 f"{name} moves parameters of another network: make the optimizer of those that it is given"
             )
         return optimizer
 
     return made
+
+
+def _moves(make: Callable[[nn.Module], Optimizer], module: nn.Module) -> bool:
+    """Whether a step moves a copy of ``module``; what else it moves is put back."""
+    twin = copied(module)
+    optimizer = make(twin)
+    before = [(p, p.detach().clone()) for g in optimizer.param_groups for p in g["params"]]
+    start = [p.detach().clone() for p in twin.parameters()]
+    for parameter in twin.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    try:
+        theirs(optimizer.step)
+        return any(not torch.equal(p, s) for p, s in zip(twin.parameters(), start, strict=True))
+    finally:
+        for parameter, value in before:
+            parameter.data.copy_(value)

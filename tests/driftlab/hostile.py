@@ -106,6 +106,23 @@ class Normed(nn.Sequential):
         super().__init__(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
 
 
+class Masters(torch.optim.SGD):
+    """Steps on copies of the weights and carries them back, as mixed precision does."""
+
+    def __init__(self, parameters):
+        self.given = list(parameters)
+        super().__init__([nn.Parameter(p.detach().clone()) for p in self.given], lr=0.1, momentum=0.9)
+
+    def step(self, closure=None):
+        masters = self.param_groups[0]["params"]
+        for master, given in zip(masters, self.given, strict=True):
+            master.grad = given.grad
+        super().step(closure)
+        with torch.no_grad():
+            for master, given in zip(masters, self.given, strict=True):
+                given.copy_(master)
+
+
 class OwnLoss(nn.Module):
     """A loss with weights and a counter of its own."""
 
@@ -278,6 +295,7 @@ JUDGED = {
     "a partial": ({"loss": lambda: functools.partial(F.cross_entropy, weight=CLASS_WEIGHTS)}, SAME),
     "a loss with a state": ({"loss": OwnLoss}, SAME),
     "a loss of one element": ({"loss": lambda: lambda o, t: F.cross_entropy(o, t)[None]}, SAME),
+    "master weights": ({"candidate_optimizer": lambda: lambda m: Masters(m.parameters())}, SAME),
     "a rate of NaN": (
         {"candidate": lambda: halved, "optimizer": lambda: sgd(lr=float("nan"))},
         ("unstable",),
