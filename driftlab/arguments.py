@@ -135,8 +135,10 @@ def stepping(
         if not isinstance(groups, list):
             raise DiagnoseError(f"{name} returned a {type(optimizer).__name__}: it must return an optimizer")
         own = {id(p) for p in module.parameters()}
-        strange = any(id(p) not in own for group in groups for p in group["params"])
-        if strange and not _moves(lambda twin: theirs(make, given(twin)), module):
+        moved = {id(p) for group in groups for p in group["params"]}
+        # masters alone, which its step carries back; beside some of the module's own they are strangers
+        masters = not moved & own and _moves(lambda twin: theirs(make, given(twin)), module)
+        if moved - own and not masters:
             raise DiagnoseError(
                 f"{name} moves parameters of another network: make the optimizer of those that it is given"
             )
@@ -149,7 +151,7 @@ def _moves(make: Callable[[nn.Module], Optimizer], module: nn.Module) -> bool:
     """Whether a step moves a copy of ``module``; what else it moves is put back."""
     twin = copied(module)
     optimizer = make(twin)
-    before = [(p, p.detach().clone()) for g in optimizer.param_groups for p in g["params"]]
+    before = [(p, p.detach().clone(), p.grad) for g in optimizer.param_groups for p in g["params"]]
     start = [p.detach().clone() for p in twin.parameters()]
     for parameter in twin.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -157,5 +159,6 @@ def _moves(make: Callable[[nn.Module], Optimizer], module: nn.Module) -> bool:
         theirs(optimizer.step)
         return any(not torch.equal(p, s) for p, s in zip(twin.parameters(), start, strict=True))
     finally:
-        for parameter, value in before:
+        for parameter, value, gradient in before:
             parameter.data.copy_(value)
+            parameter.grad = gradient
