@@ -34,11 +34,30 @@ class SeedSweeper(BasicSweeper):
     """``hydra/sweeper=seeds``, the default: Hydra's own sweep, then one verdict an experiment."""
 
     def sweep(self, arguments: list[str]) -> list:
-        returns = super().sweep(arguments)
+        folder = Path(self.config.hydra.sweep.dir)
+        before = [f for f in (folder / "multirun.yaml", folder, *folder.parents) if f.exists()]
+        try:
+            returns = super().sweep(arguments)
+        except Exception:  # a job that cannot be composed
+            _take_away(folder, before)
+            raise
         from suite.running.ending import end_sweep
 
-        end_sweep([job.return_value for batch in returns for job in batch])
+        ended = [job.return_value for batch in returns for job in batch]
+        if all(e.get("refused") for e in ended):
+            _take_away(folder, before)
+        end_sweep(ended)
         return returns
+
+
+def _take_away(folder: Path, before: Sequence[Path]) -> None:
+    """What Hydra left of a sweep of which every job was refused, as far as it was not there ``before``."""
+    if (settings := folder / "multirun.yaml") not in before:
+        settings.unlink(missing_ok=True)
+    for made in (folder, *folder.parents):
+        if made in before or any(made.iterdir()):
+            return
+        made.rmdir()
 
 
 class LauncherSettings(SearchPathPlugin):
