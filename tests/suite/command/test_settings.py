@@ -182,6 +182,10 @@ ON_THE_COMMAND_LINE = {
     "a list of lists": ("seed=[[0]]", "holds a list in a list"),
     "a seed too large": ("seed=4294967296", "seed=4294967296 is above 4294967295"),
     "more than a batch": ("batch_size=1000000", "the number of training images"),
+    "a rewrite of nobody": (
+        "rewrite.options.parts=2 roles=[reference,control] subject=control",
+        "rewrite.target makes the candidate",
+    ),
     "every job of a sweep": ("-m optimizer.lr=-1", "optimizer.lr=-1"),
     "no job of a sweep": ("-m model=nope", "model=nope"),
     "jobs and their settings": ("-m --cfg job", "leave -m out"),
