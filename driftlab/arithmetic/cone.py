@@ -39,9 +39,21 @@ class Cone:
         first = [n for n in sorted(self._absent) if self._absent.isdisjoint(self._values[n].inputs)]
         self.first = self._in_one_part([n for n in first if not self._made_up_for(n)] or first)
 
-    def scope(self) -> str:
-        """The innermost module that holds all of the beginning."""
-        return common([self._lifted(n) for n in self.first])
+    def scope(self, cut: bool = False) -> str:
+        """The innermost module that holds all of the beginning.
+
+        Args:
+            cut: whether the other does not go on there at all, as behind a ``detach``: that lies between who
+                made the beginning and who goes on with it.
+        """
+        found = common([self._lifted(n) for n in self.first])
+        users = [self._values[u].scope for n in self.first for u in self._uses[n]] if cut else []
+        return common([found, *users]) or found
+
+    def is_cut(self, other: Cone) -> bool:
+        """Whether this network has what the other's beginning is made of, and goes nowhere from there."""
+        there, beside = self._beside(other)
+        return bool(there) and not beside
 
     def _in_one_part(self, numbers: list[int]) -> list[int]:
         parts = [self._lifted(n).partition(".")[0] for n in numbers]
@@ -52,15 +64,19 @@ class Cone:
 
         It is where what the other's beginning is made of goes another way, or is not gone on with at all.
         """
-        made_of = {i for n in other.first for i in other._values[n].inputs if not other._values[i].given}
-        prints = ((other._values[i].prints, other._within[i]) for i in made_of)
-        there = {n for p, within in prints if p and p.telling for n in other._seen.find(p.whole, within)}
-        beside = [n for n in self.first if there.intersection(self._values[n].inputs)]
+        there, beside = self._beside(other)
         if beside:
             return common([self._lifted(n) for n in beside])
         if there:
             return self._values[max(there)].scope
         return self.scope() if self.first else None
+
+    def _beside(self, other: Cone) -> tuple[set[int], list[int]]:
+        """What the other's beginning is made of, found here, and what of the beginning here is made of it."""
+        made_of = {i for n in other.first for i in other._values[n].inputs if not other._values[i].given}
+        prints = ((other._values[i].prints, other._within[i]) for i in made_of)
+        there = {n for p, within in prints if p and p.telling for n in other._seen.find(p.whole, within)}
+        return there, [n for n in self.first if there.intersection(self._values[n].inputs)]
 
     def _has(self, number: int) -> bool:
         """Whether the other has it; what holds no numbers is as what it is made of, constants are had."""

@@ -66,7 +66,8 @@ def parting(
             for own, other, traced, within in zip(flows, reversed(flows), both, margins, strict=True)
         )
         if mine.first:
-            return mine.scope(), theirs.scope_beside(mine)
+            backward = pass_ not in ("forward", "eval")
+            return mine.scope(cut=backward and theirs.is_cut(mine)), theirs.scope_beside(mine)
     return None
 
 

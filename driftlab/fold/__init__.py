@@ -41,6 +41,7 @@ class Fold:
         unused: the candidate's tensors that nothing is taken from.
         origin: "given", "by tags", "by value" or "by name": how most of the elements were placed.
         notes: what a reader should know, a line each.
+        repeated: the reference's tensors that are seen in several places of the candidate.
         is_identity: names and shapes pass through as they are.
     """
 
@@ -50,6 +51,7 @@ class Fold:
     unused: tuple[str, ...]
     origin: str
     notes: tuple[str, ...] = ()
+    repeated: tuple[str, ...] = ()
     is_identity: bool = False
 
     def __call__(self, tensors: Tensors) -> dict[str, Tensor]:
@@ -158,6 +160,7 @@ def _found(assignment: Assignment, notes: list[str]) -> Fold:
         unused=unused,
         origin=f"by {elements.most_common(1)[0][0]}",
         notes=tuple(notes),
+        repeated=tuple(assignment.repeated),
         is_identity=passed and not assignment.missing() and all(map(_is_whole, placements.values())),
     )
 
@@ -167,15 +170,16 @@ def _place_by_tags(
 ) -> dict[str, Tensor]:
     """Place what the tags show; returns what they show, but the candidate's values do not bear out."""
     try:
-        positions, repeated = positions_by_tags(reference, rewrite, assignment.layout)
+        positions, assignment.repeated = positions_by_tags(reference, rewrite, assignment.layout)
     except Exception as error:  # any rewrite may refuse weights that are no weights
         not_ours(error)
         notes.append(
             f"the rewrite raised {type(error).__name__} on serial numbers for weights: found by value"
         )
         return {}
-    if repeated:
-        notes.append(f"in several places in the candidate, of which the first is taken: {listed(repeated)}")
+    if assignment.repeated:
+        where = "in several places in the candidate, of which the first is taken"
+        notes.append(f"{where}: {listed(assignment.repeated)}")
     return {name: where for name, where in positions.items() if not assignment.place(name, where, "tags")}
 
 

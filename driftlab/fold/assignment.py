@@ -21,6 +21,7 @@ class Assignment:
         how: reference name -> "tags", "value" or "name".
         free: for every position in the layout, whether nothing was taken from it yet.
         touched: the candidate's tensors that something was taken from.
+        repeated: the reference's tensors that stand in several places of the candidate.
     """
 
     def __init__(self, reference: NamedTensors, candidate: NamedTensors):
@@ -33,6 +34,7 @@ class Assignment:
         self.how: dict[str, str] = {}
         self.free = torch.ones(self.layout.size, dtype=torch.bool)
         self.touched: set[str] = set()
+        self.repeated: list[str] = []
         self._rank = {name: rank for rank, name in enumerate(self.mine)}
         self._rank_of_theirs = {name: rank for rank, name in enumerate(self.theirs)}
 

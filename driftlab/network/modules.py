@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor, nn
 
@@ -52,13 +52,14 @@ def _holder(name: str, own: set[str], taken_from: dict[str, frozenset[str]], the
     if name in theirs and all(n.startswith(f"{name}.") for n in needed):
         holder = name  # a namesake that holds them, and perhaps wraps a module of the old make
     else:
-        holder = _common_prefix(needed)
+        holder = common_parent(needed)
     others = frozenset().union(*(s for n, s in taken_from.items() if n not in own))
     inside = {n for n in others if n.startswith(f"{holder}.")} if holder else others
     return holder if holder in theirs and not inside else None
 
 
-def _common_prefix(names: frozenset[str]) -> str:
+def common_parent(names: Iterable[str]) -> str:
+    """The innermost module that holds all of these tensors."""
     paths = [n.split(".")[:-1] for n in names]
     shared = []
     for parts in zip(*paths, strict=False):

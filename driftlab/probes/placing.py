@@ -8,7 +8,7 @@ from driftlab.arithmetic.locating import SAME_BORDERS, first_wrong
 from driftlab.arithmetic.tracing import Traced, parting
 from driftlab.blame import not_ours
 from driftlab.fold import Fold
-from driftlab.network.modules import only_holds
+from driftlab.network.modules import common_parent, only_holds
 from driftlab.network.pair import Pair
 from driftlab.probes.examination import Examination
 from driftlab.words import Place, Verdict
@@ -23,6 +23,8 @@ def owner(wrong: list[Difference], fold: Fold) -> str:
     names = [d.name for d in wrong if d.pass_ == pass_]
     if pass_ == "buffer":
         names = [n for n in names if _shares(fold, n)][:1] or names
+    if pass_ == "weight gradient" and set(names) <= set(fold.repeated):  # no longer tied: who held them all
+        return common_parent(names)
     owners = {n.rpartition(".")[0] for n in names}
     return owners.pop() if len(owners) == 1 and pass_ in ("weight gradient", "buffer") else ""
 
@@ -44,6 +46,8 @@ def placed(
     if (started := _other_weights(found, difference)) is not None:
         return started, difference
     pair, pass_ = found.pair, difference.pass_
+    if module and not located and difference.name in pair.fold.repeated:
+        return _of(pair, module, difference)
     whole = not module or next(pair.reference.get_submodule(module).children(), None) is not None
     moved = _may_be_moved(found, module, difference)
     damped = bool(located) and bool(module) and pass_ == "forward" and _damped(found, difference.relative)
