@@ -102,9 +102,9 @@ class Local:
         return any(map(self.fold.reorders, tensors)) and self.permuted(name)
 
     def comparisons(self, name: str, few: bool = True) -> list[Comparison]:
-        """One a kept call, on a few samples of it or on all; empty where the two take other arguments."""
+        """One a kept call, on a few samples of it or on all; empty where it is not called, or the two take other arguments."""
         if (name, few) not in self._compared:
-            calls = [(few and batch_of(call, FEW_SAMPLES)) or call for call in self.calls[name]]
+            calls = [(few and batch_of(call, FEW_SAMPLES)) or call for call in self.calls.get(name, ())]
             self._compared[name, few] = [c for call in calls if (c := self._compare(name, call))]
         return self._compared[name, few]
 

@@ -50,6 +50,7 @@ def test_a_bug_leaves_the_reference_alone_and_has_a_place_in_it(case):
 
 
 QUICK = (
+    "average_without_the_buffers",
     "batch_norm_with_the_momentum_of_tensorflow",
     "first_row_taken_for_padding",
     "gradient_means_of_unequal_shards",
