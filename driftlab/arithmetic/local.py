@@ -102,7 +102,7 @@ class Local:
         return any(map(self.fold.reorders, tensors)) and self.permuted(name)
 
     def comparisons(self, name: str, few: bool = True) -> list[Comparison]:
-        """One a kept call, on a few samples of it or on all; empty where it is not called, or the two take other arguments."""
+        """One a kept call, on a few samples or on all; empty where there is none that both can take."""
         if (name, few) not in self._compared:
             calls = [(few and batch_of(call, FEW_SAMPLES)) or call for call in self.calls.get(name, ())]
             self._compared[name, few] = [c for call in calls if (c := self._compare(name, call))]

@@ -63,7 +63,7 @@ QUICK = (
 
 @pytest.mark.parametrize("name", QUICK)
 def test_the_diagnosis_is_right(name):
-    outcome = run_case(CASES[name])
+    outcome = run_case(REGISTERED["bench.real_bugs", name])
     assert outcome.right, f"{outcome.label}, and it said {outcome.verdict}: {outcome.headline}"
     assert outcome.placed is not False, f"{CASES[name].modules}, and it said {outcome.where}"
 
