@@ -63,7 +63,7 @@ QUICK = (
 
 @pytest.mark.parametrize("name", QUICK)
 def test_the_diagnosis_is_right(name):
-    outcome = run_case(REGISTERED["bench.real_bugs", name])
+    outcome = run_case(CASES[name])
     assert outcome.right, f"{outcome.label}, and it said {outcome.verdict}: {outcome.headline}"
     assert outcome.placed is not False, f"{CASES[name].modules}, and it said {outcome.where}"
 
@@ -72,7 +72,7 @@ def test_the_diagnosis_is_right(name):
 def test_a_pair_out_of_a_library_is_right(file, name):
     pytest.importorskip(OUT_OF[file], reason="not in the environment: uv sync --group bench")
     importlib.import_module(f"bench.real_bugs.{file}")
-    outcome = run_case(CASES[name])
+    outcome = run_case(REGISTERED["bench.real_bugs", name])
     assert outcome.right, f"{outcome.label}, and it said {outcome.verdict}: {outcome.headline}"
 
 
