@@ -140,13 +140,14 @@ def compare(
     if "float32" not in both:
         raise CannotRunError(failed["float32"])
     used = used_outputs(recorded)
+    control = {"prefix": f"{prefixes[0]}." if prefixes[0] else "", "seed": seed, "evaluate": evaluate}
     wide = next((a for a in ("shadow", "float64") if a in both), "float32")
     truth = None
     if wide == "float32":
         truth = exact_passes(reference, recorded, seed=seed, evaluate=evaluate)
     found = differences(both, fold, prefixes, used, truth)
     if wide == "float32" and truth is None:
-        found = _beside_own_units(found, reference, recorded, both["float32"][0], seed, evaluate)
+        found = _beside_own_units(found, reference, recorded, both["float32"][0], control)
     if wide != "shadow":
         found = Opaque(reference, candidate, recorded, fold, prefixes, wide, options).with_natures(found)
     if "shadow" in both and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found):
@@ -155,8 +156,6 @@ def compare(
     compared = _compared(found, failed, both, judged)
     if wide == "float32":
         return replace(compared, exact=truth is not None)
-    prefix = f"{prefixes[0]}." if prefixes[0] else ""
-    control = {"prefix": prefix, "seed": seed, "evaluate": evaluate}
     return _beside_control(compared, reference, recorded, both, control)
 
 
@@ -174,11 +173,12 @@ def _beside_control(compared: Comparison, reference, recorded, both: dict, optio
 
 
 def _beside_own_units(
-    found: list[Difference], reference: nn.Module, recorded: Recorded, own: Passes, seed: int, evaluate: bool
+    found: list[Difference], reference: nn.Module, recorded: Recorded, own: Passes, options: dict
 ) -> list[Difference]:
     """Where nothing runs in more than float32, the reference is the truth, and its control the yardstick."""
-    options = {"arithmetic": "float32", "prefix": "", "seed": seed, "evaluate": evaluate}
-    units = own_response(found, reference, recorded, own, chaotic_alone=False, **options)
+    units = own_response(
+        found, reference, recorded, own, arithmetic="float32", chaotic_alone=False, **options
+    )
     return [
         replace(
             d, errors={"candidate": d.apart["float32"], "reference": 0.0, "control": units[d.pass_, d.name]}
