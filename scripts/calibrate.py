@@ -7,6 +7,8 @@ uv run --group bench scripts/calibrate.py --of real_bugs
     published bugs and right pairs out of libraries, written under results/published/real_bugs/
 uv run --group bench scripts/calibrate.py --of ported
     pairs of which one was ported, written under results/published/ported/
+uv run --group bench scripts/calibrate.py --of held_back
+    pairs written after the verdict was last changed, written under results/published/held_back/
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ sys.path.insert(0, str(ROOT))
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from bench import cases, ported, real_bugs, real_summary  # noqa: E402
+from bench import cases, held_back, ported, real_bugs, real_summary  # noqa: E402
 from bench.real_habits import Seen, seen_of  # noqa: E402
 from bench.run import Outcome, all_cases, confusion, run_case  # noqa: E402
 from bench.summary import HEADER, VERDICTS, as_csv, as_markdown, rates, read_csv  # noqa: E402
 from driftlab.record.seed_record import write_whole  # noqa: E402
 
 PUBLISHED = ROOT / "results" / "published"
-ROOMS = {"planted": cases, "real_bugs": real_bugs, "ported": ported}
+ROOMS = {"planted": cases, "real_bugs": real_bugs, "ported": ported, "held_back": held_back}
 Answer = tuple[Outcome, Seen | None]
 
 

@@ -10,13 +10,25 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two threads that share a core wait fo
 
 
 def pytest_collection_modifyitems(items):
-    """By files, so that fixtures are made once: first those that are slow and wait for a service (Slurm),
-    then those that are either, and last the quick ones, which fill what is left.
+    """By files, so that fixtures are made once. What is slow or waits for a service (Slurm) is dealt out in
+    turn, longest first, and begins every process's share; the quick ones fill the shares up.
     """
-    marks = defaultdict(set)
+    marks, files = defaultdict(set), defaultdict(list)
     for item in items:
+        files[item.path].append(item)
         marks[item.path].update(mark.name for mark in item.iter_markers())
-    items.sort(key=lambda item: -len(marks[item.path] & {"slow", "service"}))
+    weights = {"long": 4, "service": 2, "slow": 1}
+    weight = {path: sum(weights.get(mark, 0) for mark in marks[path]) for path in files}
+    shares = [[] for _ in range(int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))]
+    for turn, path in enumerate(sorted(filter(weight.get, files), key=weight.get, reverse=True)):
+        shares[turn % len(shares)] += files[path]
+    quick = [item for path in files if not weight[path] for item in files[path]]
+    for number, share in enumerate(shares):  # xdist cuts the list into as many parts of one length
+        wanted = len(items) // len(shares) + (number < len(items) % len(shares))
+        room = max(0, wanted - len(share))
+        share += quick[:room]
+        del quick[:room]
+    items[:] = [item for share in shares for item in share] + quick
 
 
 @pytest.fixture

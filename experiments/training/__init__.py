@@ -16,7 +16,7 @@ from suite.command.schema import Training as Settings
 from suite.command.seeds import parse_seeds
 from suite.data import load_images
 from suite.running.arguments import check_network
-from suite.running.building import Built
+from suite.running.building import Built, on_cpu
 from suite.running.costs import Sketch, build_sketched, float64_choice, forecast, make_sketch
 from suite.running.ending import end
 from suite.running.experiment_folder import Experiment, is_done, open_experiment, say_outdated
@@ -49,7 +49,7 @@ def run(config: DictConfig) -> Ran:
 def _run(settings: DictConfig, seeds: list[int], terminal: Terminal, few_are_fast: bool) -> Ran:
     settings = as_begun(settings, terminal.say)
     images = load_images(settings, terminal.say)
-    built = build_sketched(_on_cpu(settings), images, seeds[0])  # what cannot be built leaves no folder
+    built = build_sketched(on_cpu(settings), images, seeds[0])  # what cannot be built leaves no folder
     experiment = open_experiment(settings, images, terminal)
     todo = [seed for seed in seeds if not is_done(experiment, seed)]
     say_outdated(experiment)
@@ -107,9 +107,3 @@ def _sketch(experiment: Experiment, built: Built, seed: int, *, timed: bool) -> 
 def _timed(experiment: Experiment, seed: int) -> Sketch:
     settings = experiment.settings
     return make_sketch(settings, build_sketched(settings, experiment.images, seed))
-
-
-def _on_cpu(settings: DictConfig) -> DictConfig:
-    settings = settings.copy()
-    settings.device = "cpu"
-    return settings

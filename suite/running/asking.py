@@ -30,6 +30,7 @@ from suite.data import load_images
 from suite.data.images import Images
 from suite.reading.stored import MEASUREMENTS
 from suite.running.arguments import check_network
+from suite.running.building import on_cpu
 from suite.running.ending import end
 from suite.running.experiment_folder import Experiment, is_done, open_experiment, say_outdated, take_up
 from suite.running.question import Measured, Question
@@ -56,7 +57,7 @@ def ask(config: DictConfig, question: Question) -> Ran:
 def _ask(settings: DictConfig, seeds: list[int], question: Question, terminal: Terminal) -> Ran:
     about = question.about(settings)
     images = _images(settings, terminal)
-    question.check(settings, seeds[0], *_given(images))
+    question.check(on_cpu(settings), seeds[0], *_given(images))
     settings.measurement = question.version
     experiment = open_experiment(settings, images, terminal)
     todo = [seed for seed in seeds if not is_done(experiment, seed)]

@@ -65,6 +65,13 @@ def build(settings: DictConfig, images: Images, seed: int) -> Built:
     return Built(Lockstep(arms, F.cross_entropy, seed=seeds["order"], logged=schedule), batches, pair)
 
 
+def on_cpu(settings: DictConfig) -> DictConfig:
+    """For what a process looks at before its workers begin: a GPU may be one process's alone."""
+    settings = settings.copy()
+    settings.device = "cpu"
+    return settings
+
+
 def own_seeds(settings: DictConfig, seed: int) -> dict[str, int]:
     """Of everything random: ``seed``, where ``seeds`` does not set one alone."""
     return {name: seed if own is None else own for name, own in settings.seeds.items()}

@@ -61,7 +61,8 @@ class Cluster:
         On a node without power nobody reports the end of anybody. A slurmstepd whose child dies first tells
         the controller that the job failed with exit code 137. An srun, or the process that watches over it,
         that sees another die asks for the step to be cancelled; that waits until the node is back, and kills
-        the job that began again. So all of them stand still before the first one dies.
+        the job that began again. So all of them stand still before the first one dies, and the youngest dies
+        first: the kernel wakes who stands still once the parent of its process group is gone.
         """
         self.end(f"slurmd.{name}", signal.SIGKILL)
         stopped: set[int] = set()
@@ -69,7 +70,7 @@ class Cluster:
             for pid in sorted(moving, key=self._reports, reverse=True):
                 _send(pid, signal.SIGSTOP)
             stopped |= moving
-        for pid in stopped:
+        for pid in sorted(stopped, reverse=True):
             _send(pid, signal.SIGKILL)
 
     def _reports(self, pid: int) -> bool:

@@ -138,6 +138,9 @@ def test_a_node_is_lost_and_comes_back(start, cluster, undisturbed, tmp_path):
     job = freeze(cluster, tmp_path, 0)
     cluster.crash_node(job["SLURMD_NODENAME"])
     wait_for(lambda: cluster.restarts(job), "Slurm to miss the node")
+    # Slurm keeps what it could not tell the lost node, "end this job" among it, and says it once the node is
+    # back, also where the job has begun there again: so the job goes on elsewhere first.
+    assert cluster.job_of(tmp_path, 0)["SLURMD_NODENAME"] != job["SLURMD_NODENAME"]
     cluster.start()
     status, text = session.end()
     assert status == 0, text

@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 
 from suite.command.command_line import kind
 from suite.command.configuration import register_resolvers
+from suite.running import asking
 from tests.suite.conftest import ROOT
 
 QUICK = "scale=smoke data=shapes logger=none workers=1 threads=1 device=cuda probe_images=2 eval_images=4"
@@ -53,3 +55,20 @@ def test_a_kind_of_experiment_ends_on_a_gpu_as_on_the_cpu(tmp_path, cuda, of_kin
     assert json.loads(verdict.read_text())["verdict"] == OTHERWISE.get(of_kind, settings.expected)
     (run,) = tmp_path.rglob("run.json")
     assert json.loads(run.read_text())["environment"]["device"] == "Pretended GPU"
+
+
+class WorkersBeginError(Exception):
+    """Instead of the workers."""
+
+
+@pytest.mark.parametrize("of_kind", [k for k in OF_KIND if k != "training"])
+def test_what_starts_the_workers_stays_off_the_gpu(tmp_path, cuda, monkeypatch, of_kind):
+    def begin(experiment, todo, measure):
+        assert todo == [0]
+        raise WorkersBeginError
+
+    monkeypatch.setattr(asking, "carry_out", begin)
+    settings = settings_of(tmp_path, *OF_KIND[of_kind], "workers=2")
+    with pytest.raises(WorkersBeginError):
+        kind(settings.kind).run(settings)
+    assert not torch.cuda.is_initialized()

@@ -33,6 +33,7 @@ def assert_finished_are_whole(undisturbed, results, said):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_hundred_kills_lose_nothing(forked, tmp_path):
     number = int(os.environ.get("DICE") or random.SystemRandom().randrange(10**6))
     dice, said = random.Random(number), f"(repeat with DICE={number})"
