@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,12 +29,13 @@ from driftlab.probes.examination import Examination, examine
 from driftlab.probes.function import ask as ask_function
 from driftlab.probes.repeat import ask_repeat
 from driftlab.process import measuring
-from driftlab.record.seed_record import SeedRecord
+from driftlab.record.json_files import write_json
+from driftlab.record.seed_record import SeedRecord, write_whole
 from driftlab.refusing import told
 from driftlab.threads import threads_for
 from driftlab.verdict.envelope import window_pair
 from driftlab.verdict.rules import judge
-from driftlab.words import DiagnoseError, Evidence, Finding, Place, Verdict, settled_by
+from driftlab.words import DiagnoseError, Evidence, Finding, Judgement, Place, Verdict, settled_by
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Diagnosis:
         where: module, pass and step, where the verdict has a place.
         evidence: every question that was asked, with measured value, threshold and reading.
         threads: with how many torch computed; with another number sums are rounded in another order.
+        curves: a row a step, by the names of ``curves.csv`` (``loss/candidate.float32``); empty where nothing
+            had to be trained.
     """
 
     verdict: Verdict
@@ -53,11 +57,41 @@ class Diagnosis:
     where: Place | None
     evidence: list[Evidence]
     threads: int = 1
+    curves: Sequence[Mapping[str, float]] = field(default=(), repr=False)
+    _record: SeedRecord | None = field(default=None, repr=False, compare=False)
 
     def __str__(self) -> str:
         from driftlab.table import as_table
 
-        return as_table(self.verdict, self.headline, self.where, self.evidence)
+        return as_table(self._judgement)
+
+    def _repr_html_(self) -> str:
+        """The same in a notebook."""
+        from driftlab.table import as_html
+
+        return as_html(self._judgement)
+
+    def to_json(self, path: str | Path) -> Path:
+        """Write verdict, place and evidence as ``verdict.json`` of an experiment has them, and the curves."""
+        written = self._judgement.as_dict() | {"threads": self.threads, "curves": list(self.curves)}
+        write_json(Path(path), written)
+        return Path(path)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the page of an experiment for this pair: one file that needs nothing else.
+
+        Raises:
+            ModuleNotFoundError: jinja2 or matplotlib is missing: ``pip install 'driftlab[report]'``.
+        """
+        from driftlab.report import as_page
+
+        records = [self._record] if self._record else []
+        write_whole(Path(path), as_page(records, self._judgement, {"experiment": "driftlab.diagnose"}))
+        return Path(path)
+
+    @property
+    def _judgement(self) -> Judgement:
+        return Judgement(self.verdict, self.headline, self.evidence, self.where)
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> Optimizer:
@@ -136,7 +170,8 @@ def diagnose(
         except CannotRunError as error:
             raise DiagnoseError(f"a network does not run on the first batch: {error}") from error
         judged = judge([record])
-    return Diagnosis(judged.verdict, judged.headline, judged.where, judged.evidence, count)
+    told_of = judged.verdict, judged.headline, judged.where, judged.evidence
+    return Diagnosis(*told_of, count, record.curves, record)
 
 
 def _own(loss: Loss) -> Loss:

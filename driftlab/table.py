@@ -3,29 +3,44 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from driftlab.words import Evidence, Place, Verdict
+from driftlab.words import Judgement
 
 WIDTH = 110
 
 
-def as_table(verdict: Verdict, headline: str, where: Place | None, evidence: Sequence[Evidence]) -> str:
+def as_table(judgement: Judgement) -> str:
     """Plain text, ``WIDTH`` columns wide."""
+    return "\n".join(line.rstrip() for line in _printed(judgement).export_text().splitlines())
+
+
+def as_html(judgement: Judgement) -> str:
+    """For a notebook's cell: the same lines."""
+    return _printed(judgement).export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+def _printed(judgement: Judgement) -> Console:
     table = Table("asked", "measured", "threshold", "for", "reading", box=box.SIMPLE_HEAD, pad_edge=False)
-    for e in evidence:
+    for e in judgement.evidence:
         table.add_row(e.probe, number(e.measured), number(e.threshold), e.supports or "", e.text)
-    text = io.StringIO()
-    console = Console(file=text, width=WIDTH, no_color=True, highlight=False, markup=False, emoji=False)
-    console.print(f"{verdict}: {headline}", soft_wrap=True)
-    if where:
-        console.print(f"place: {where}")
+    console = Console(
+        file=io.StringIO(),
+        width=WIDTH,
+        record=True,
+        no_color=True,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    console.print(f"{judgement.verdict}: {judgement.headline}", soft_wrap=True)
+    if judgement.where:
+        console.print(f"place: {judgement.where}")
     console.print(table)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+    return console
 
 
 def number(value: float | None) -> str:

@@ -222,3 +222,13 @@ class Judgement:
     evidence: list[Evidence]
     where: Place | None = None
     outcomes: dict[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As ``verdict.json`` has it."""
+        return {
+            "verdict": self.verdict,
+            "headline": self.headline,
+            "where": self.where.as_dict() if self.where else None,
+            "evidence": [e.as_dict() for e in self.evidence],
+            "outcomes": self.outcomes,
+        }

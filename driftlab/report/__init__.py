@@ -3,6 +3,6 @@
 from driftlab.extras import extra
 
 with extra("report", "matplotlib"):
-    from driftlab.report.page import write_report
+    from driftlab.report.page import as_page, write_report
 
-__all__ = ["write_report"]
+__all__ = ["as_page", "write_report"]

@@ -37,11 +37,14 @@ def write_report(
         answer: what the experiment has to show beside its verdict, where it has.
     """
     path = Path(folder) / "report.html"
-    write_whole(path, _render(records, judgement, meta, answer))
+    write_whole(path, as_page(records, judgement, meta, answer))
     return path
 
 
-def _render(records: Sequence[SeedRecord], judgement: Judgement, meta: Mapping, answer: Answer | None) -> str:
+def as_page(
+    records: Sequence[SeedRecord], judgement: Judgement, meta: Mapping, answer: Answer | None = None
+) -> str:
+    """The page itself; the arguments are those of ``write_report``, and what ``meta`` lacks is left out."""
     rows = tables.outcomes(records, judgement)
     most = tables.notable(rows)
     drawings, layers = _drawings(records)

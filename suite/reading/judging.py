@@ -105,17 +105,13 @@ def _about(judged: Judged) -> dict:
 
 
 def _as_contract(judged: Judged) -> dict:
-    judgement, records = judged.judgement, judged.records
+    records = judged.records
     return {
         "schema": SCHEMA,
         "experiment": judged.settings.name,
         "digest": judged.digest,
-        "verdict": judgement.verdict,
-        "headline": judgement.headline,
-        "where": judgement.where.as_dict() if judgement.where else None,
+        **judged.judgement.as_dict(),
         "seeds": judged.seeds,
-        "evidence": [e.as_dict() for e in judgement.evidence],
-        "outcomes": judgement.outcomes,
         "environment": _environments(records),
         "dataset": records[0].run["dataset"] if records else None,
     }
