@@ -1,7 +1,8 @@
 """driftlab: is it round-off, unstable training, or a bug in the rewrite?
 
 ``diagnose`` compares two networks in training, ``assert_equivalent`` two modules in a unit test,
-``gradient_check`` a gradient with its loss; ``batch_invariant`` makes a row's answer that of any batch size.
+``watching`` follows a training of one's own, ``gradient_check`` compares a gradient with its loss;
+``batch_invariant`` makes a row's answer that of any batch size.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from driftlab.batch_invariance import batch_invariant
     from driftlab.diagnosis import Diagnosis, diagnose
     from driftlab.finite.check import GradientCheck, gradient_check
+    from driftlab.watch import Watch, watching
     from driftlab.words import DiagnoseError, Evidence, Place, Verdict
 
     __version__: str
@@ -24,11 +26,13 @@ __all__ = [
     "GradientCheck",
     "Place",
     "Verdict",
+    "Watch",
     "__version__",
     "assert_equivalent",
     "batch_invariant",
     "diagnose",
     "gradient_check",
+    "watching",
 ]
 
 _HOMES = {
@@ -42,6 +46,8 @@ _HOMES = {
     "gradient_check": "driftlab.finite.check",
     "Place": "driftlab.words",
     "Verdict": "driftlab.words",
+    "Watch": "driftlab.watch",
+    "watching": "driftlab.watch",
 }
 
 if not TYPE_CHECKING:  # a type checker would take any name for one of ours

@@ -17,6 +17,7 @@ from driftlab.arguments import stepping, the_batches, the_seed, the_steps
 from driftlab.arithmetic.passes import CannotRunError
 from driftlab.arithmetic.returned import ByHand, mapped, returned
 from driftlab.blame import described, is_out_of_memory, theirs
+from driftlab.fold import Fold
 from driftlab.inquiry import Examined, before_training, inquire
 from driftlab.lockstep.arm import ONE_WEIGHT
 from driftlab.lockstep.window import Batches, Snapshots, Window
@@ -153,24 +154,60 @@ def diagnose(
 
     with torch.inference_mode(False), torch.enable_grad(), told("diagnose stops", memory=True):
         mine, other, found = the_pair(reference, candidate, fold)
-        steps = the_steps(steps, mine, other)
-        kept = the_batches(batches, steps)
         of_module = stepping("optimizer", optimizer, nn.Module.parameters)
         by = (
             of_module if candidate_optimizer is None else stepping("candidate_optimizer", candidate_optimizer)
         )
-        of_module(mine), by(other)
-        called, dtype, by_hand = calling(mine, kept[0][0]), judged_in(reference), mapped(other, outputs)
-        pair = Pair(mine, other, found, _own(loss), of_module, by, called, the_seed(seed), dtype, by_hand)
-        try:
-            with threads_for(kept[0], mine, other, threads=threads) as count:
-                if by_hand.given:
-                    returned(pair, kept[0][0])
-                record = diagnosed(pair, kept, steps) if trains else evaluated(pair.evaluating(), kept)
-        except CannotRunError as error:
-            raise DiagnoseError(f"a network does not run on the first batch: {error}") from error
-        judged = judge([record])
-    told_of = judged.verdict, judged.headline, judged.where, judged.evidence
+        return of_pair(
+            (mine, other, found),
+            batches,
+            loss,
+            (of_module, by),
+            steps,
+            seed,
+            judged=judged_in(reference),
+            trains=trains,
+            threads=threads,
+            outputs=outputs,
+        )
+
+
+def of_pair(
+    both: tuple[nn.Module, nn.Module, Fold],
+    batches: Iterable[tuple[object, object]],
+    loss: Loss,
+    by: tuple[Callable[[nn.Module], Optimizer], Callable[[nn.Module], Optimizer]],
+    steps: int,
+    seed: int,
+    *,
+    judged: str,
+    trains: bool = True,
+    threads: int | None = None,
+    outputs: ByHand = None,
+    begins: int = 0,
+) -> Diagnosis:
+    """``diagnose`` of copies of both networks in float32, as ``the_pair`` makes them.
+
+    Args:
+        by: makes the reference's optimizer, and the candidate's, of the network.
+        judged: the dtype in which the reference was handed over.
+        begins: the step of a training at which this one begins.
+    """
+    mine, other, fold = both
+    steps = the_steps(steps, mine, other)
+    kept = the_batches(batches, steps)
+    by[0](mine), by[1](other)
+    called, by_hand = calling(mine, kept[0][0]), mapped(other, outputs)
+    pair = Pair(mine, other, fold, _own(loss), *by, called, the_seed(seed), judged, by_hand)
+    try:
+        with threads_for(kept[0], mine, other, threads=threads) as count:
+            if by_hand.given:
+                returned(pair, kept[0][0])
+            record = diagnosed(pair, kept, steps) if trains else evaluated(pair.evaluating(), kept)
+    except CannotRunError as error:
+        raise DiagnoseError(f"a network does not run on the first batch: {error}") from error
+    found = judge([record]).begun_at(begins)
+    told_of = found.verdict, found.headline, found.where, found.evidence
     return Diagnosis(*told_of, count, record.curves, record)
 
 

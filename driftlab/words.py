@@ -223,6 +223,15 @@ class Judgement:
     where: Place | None = None
     outcomes: dict[str, Any] = field(default_factory=dict)
 
+    def begun_at(self, step: int) -> Judgement:
+        """The same of steps that are counted from ``step`` on, in its place and its sentences."""
+        if self.where is None or step == 0:
+            return self
+        where = replace(self.where, step=self.where.step + step)
+        told = (str(self.where), str(where))
+        evidence = [replace(e, reading=e.reading.replace(*told)) for e in self.evidence]
+        return replace(self, headline=self.headline.replace(*told), evidence=evidence, where=where)
+
     def as_dict(self) -> dict[str, Any]:
         """As ``verdict.json`` has it."""
         return {

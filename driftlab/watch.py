@@ -1,0 +1,204 @@
+"""Watching a training of one's own: is the candidate still the same function, wherever the training has got?
+
+The curves of two trainings that only rounding tells apart part for good after some hundred steps. So the
+candidate is not trained beside: at some steps it is made from the reference as it then is, with its weights,
+buffers and optimizer state, and the two are diagnosed from there. A right rewrite passes each time, however
+long the training; a fault that sets in late shows at the first look after it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from driftlab.diagnosis import Diagnosis, of_pair
+from driftlab.lockstep.carried import Carried
+from driftlab.network.pair import Rewrite, judged_in, the_pair
+from driftlab.process import measuring
+from driftlab.refusing import told, whole_number
+from driftlab.words import DiagnoseError, Verdict
+
+# The next look is due where the training is this much longer than at the last one: evenly in the logarithm.
+GROWTH = 1.5
+# From the worst on: what a whole training is, where its looks differ.
+WORST_FIRST = (
+    Verdict.BUG,
+    Verdict.NONDETERMINISTIC,
+    Verdict.REDUCED_PRECISION,
+    Verdict.INCONCLUSIVE,
+    Verdict.UNSTABLE,
+    Verdict.ROUND_OFF,
+    Verdict.BIT_IDENTICAL,
+)
+RIGHT = (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
+
+
+@dataclass(frozen=True)
+class Look:
+    """One diagnosis on the way.
+
+    Attributes:
+        step: the update before which it was made, from 0.
+        seconds: what it took.
+    """
+
+    step: int
+    diagnosis: Diagnosis
+    seconds: float
+
+
+class Watch:
+    """Watches the training of ``model``: would it be the same with ``candidate`` in its place?
+
+        with driftlab.watching(model, my_rewrite, optimizer, loss) as watch:
+            for inputs, targets in batches:
+                watch.step(inputs, targets)
+                ...  # the training's own forward, backward and update
+        watch.diagnosis
+
+    The training is bit for bit what it is without: nothing that is handed over is changed, nor torch's,
+    NumPy's or Python's random state. What is judged is the training in float32 and float64 at the learning
+    rate of that step; not mixed precision, clipping or accumulation.
+
+    Args:
+        model: the network in training.
+        candidate: makes the rewritten network from a deep copy of ``model``.
+        optimizer: that of the training, in use. The candidate's has its groups, settings and state.
+        loss: as in ``diagnose``.
+        budget: the share of the training's own time that looks may take. The first look is always taken.
+        updates: that each look follows both for, on its step's batch.
+        fold, seed: as in ``diagnose``.
+
+    Attributes:
+        looks: so far. They are due at steps spread evenly in the logarithm, and taken when they are paid.
+        steps: how many the training has made.
+
+    Raises:
+        DiagnoseError: an argument is not what it should be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        candidate: Rewrite,
+        optimizer: Optimizer,
+        loss: Callable[[Any, Any], Tensor] = F.cross_entropy,
+        *,
+        budget: float = 0.05,
+        updates: int = 6,
+        fold: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
+        seed: int = 0,
+    ):
+        if isinstance(candidate, nn.Module) or not callable(candidate):
+            kind = type(candidate).__name__
+            raise DiagnoseError(f"candidate is a {kind}: give the function that rewrites a copy of the model")
+        if not isinstance(optimizer, Optimizer):
+            raise DiagnoseError(f"optimizer is a {type(optimizer).__name__}: give the model's, in use")
+        if not isinstance(budget, int | float) or not 0 < budget < float("inf"):
+            raise DiagnoseError(f"budget is {budget!r}: give a share of the training's time, such as 0.05")
+        self.model, self.candidate, self.optimizer, self.loss = model, candidate, optimizer, loss
+        self.budget, self.fold, self.seed = budget, fold, seed
+        self.updates = whole_number("updates", updates, 1, 10_000)
+        self.looks: list[Look] = []
+        self.steps, self._due, self._began = 0, 0, time.perf_counter()
+        self._batch: tuple[object, object] | None = None
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.end()
+
+    def step(self, inputs: object, targets: object = None) -> bool:
+        """Say that the training now makes an update on this batch. True where a look was taken.
+
+        Raises:
+            DiagnoseError: the rewrite, the loss or the optimizer cannot be judged.
+        """
+        self._batch = inputs, targets
+        look = self.steps >= self._due and (not self.looks or self._is_paid())
+        if look:
+            self._take(self.steps)
+        self.steps += 1
+        return look
+
+    def end(self) -> bool:
+        """A last look at where the training has got, where it is paid. True where it was taken."""
+        look = bool(self.looks) and self.looks[-1].step < self.steps and self._is_paid()
+        if look:
+            self._take(self.steps)
+        return look
+
+    @property
+    def seconds(self) -> float:
+        """What all looks took."""
+        return sum(look.seconds for look in self.looks)
+
+    @property
+    def diagnosis(self) -> Diagnosis | None:
+        """The worst that was found, the first of its kind; None before the first step."""
+        if not self.looks:
+            return None
+        at = min(range(len(self.looks)), key=lambda i: WORST_FIRST.index(self.looks[i].diagnosis.verdict))
+        look, last = self.looks[at], self.looks[-1].step
+        if look.diagnosis.verdict in RIGHT:
+            said = f"at each step that was looked at, {len(self.looks)} from 0 to {last}"
+        elif at == 0:
+            said = f"found at step {look.step}, the first that was looked at"
+        else:
+            said = f"found at step {look.step}, and not yet at step {self.looks[at - 1].step}"
+        return replace(look.diagnosis, headline=f"{look.diagnosis.headline}; {said}")
+
+    def _is_paid(self) -> bool:
+        """Whether one more look, as long as the longest, keeps to the share of the training's own time."""
+        trained = time.perf_counter() - self._began - self.seconds
+        return self.seconds + max(look.seconds for look in self.looks) <= self.budget * trained
+
+    def _take(self, step: int) -> None:
+        began = time.perf_counter()
+        with _left_as_it_was():
+            found = self._look(step)
+        self.looks.append(Look(step, found, time.perf_counter() - began))
+        self._due = max(step + 1, int(step * GROWTH))
+
+    @measuring()
+    def _look(self, step: int) -> Diagnosis:
+        """The diagnosis of a pair that begins where the training is."""
+        with torch.inference_mode(False), torch.enable_grad(), told("watching stops", memory=True):
+            both = the_pair(self.model, self.candidate, self.fold)
+            carried = Carried(self.optimizer, self.model, *both[1:])
+            by, judged = (carried.of_reference, carried.of_candidate), judged_in(self.model)
+            shared = {"judged": judged, "begins": step}
+            found = of_pair(both, [self._batch], self.loss, by, self.updates, self.seed, **shared)
+        if not carried.dropped:
+            return found
+        left = f"both without the optimizer's state, which cannot be carried over: {carried.dropped}"
+        return replace(found, headline=f"{found.headline}; {left}")
+
+
+watching = Watch
+
+
+@contextmanager
+def _left_as_it_was() -> Iterator[None]:
+    """Python's and NumPy's random state afterwards as they were; torch's is kept by ``measuring``."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

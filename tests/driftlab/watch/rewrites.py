@@ -1,0 +1,32 @@
+"""A right rewrite and late faults, for networks whose first part is a linear layer."""
+
+import torch
+from torch import nn
+
+
+class Halves(nn.Module):
+    """A linear layer as the sum of two; from ``after`` calls of ``now`` on a tenth of a percent too large."""
+
+    def __init__(self, linear, late=lambda: False):
+        super().__init__()
+        self.half, self.late = linear.in_features // 2, late
+        self.left = nn.Parameter(linear.weight.detach()[:, : self.half].clone())
+        self.right = nn.Parameter(linear.weight.detach()[:, self.half :].clone())
+        self.bias = nn.Parameter(linear.bias.detach().clone())
+
+    def forward(self, x):
+        y = x[..., : self.half] @ self.left.T + x[..., self.half :] @ self.right.T + self.bias
+        return y * 1.001 if self.late() else y
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 24), nn.ReLU(), nn.Dropout(0.2), nn.Linear(24, 5))
+
+
+def rewritten(late=lambda: False):
+    def rewrite(model):
+        model[0] = Halves(model[0], late)
+        return model
+
+    return rewrite

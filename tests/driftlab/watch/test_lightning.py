@@ -1,0 +1,142 @@
+"""Watching a Trainer: with all that a training may have, it is the same to the last bit."""
+
+import csv
+
+import lightning
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, TensorDataset
+
+import driftlab.lightning
+from driftlab import DiagnoseError, Verdict
+from tests.driftlab.watch.rewrites import Halves, network
+
+OPTIONS = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+
+
+class Own(lightning.LightningModule):
+    """With a loss of its own, two groups, a scheduler a step and something logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.spread = network(), 0.1
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self.net(x + self.spread * torch.randn_like(x))
+        loss = F.cross_entropy(out, y, label_smoothing=0.1) + 1e-3 * out.square().mean()
+        self.log("train_loss", loss)
+        return {"loss": loss, "rows": len(x)}
+
+    def configure_optimizers(self):
+        groups = [{"params": self.net[0].parameters()}, {"params": self.net[3].parameters(), "lr": 1e-3}]
+        optimizer = torch.optim.AdamW(groups, lr=3e-3)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [3e-3, 1e-3], total_steps=100)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def rewrite(module, late=lambda: False):
+    module.net[0] = Halves(module.net[0], late)
+    return module
+
+
+def loader(workers=0):
+    generator = torch.Generator().manual_seed(2)
+    x, y = torch.randn(96, 20, generator=generator), torch.randint(5, (96,), generator=generator)
+    return DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True, num_workers=workers)
+
+
+def fitted(folder, *callbacks, workers=0, ckpt_path=None, **options):
+    lightning.seed_everything(3, verbose=False)
+    module = Own()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **OPTIONS | {"max_epochs": 2, "logger": False, "enable_checkpointing": False} | options,
+    )
+    trainer.fit(module, loader(workers), ckpt_path=ckpt_path)
+    return trainer, [p.detach().clone() for p in module.parameters()]
+
+
+def watch(**options):
+    return driftlab.lightning.Watch(rewrite, **{"budget": 1e9, "updates": 2} | options)
+
+
+AS_THEY_ARE = {
+    "plain": {},
+    "clipping and accumulation": {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
+    "mixed precision": {"precision": "bf16-mixed"},
+    "two loader workers": {"workers": 2},
+}
+
+
+def averaging():
+    return lightning.pytorch.callbacks.EMAWeightAveraging(decay=0.9)
+
+
+@pytest.mark.parametrize("kind", AS_THEY_ARE)
+def test_the_training_is_the_same_to_the_last_bit(tmp_path, kind):
+    watched = watch()
+    _, with_it = fitted(tmp_path, watched, averaging(), **AS_THEY_ARE[kind])
+    _, without = fitted(tmp_path, averaging(), **AS_THEY_ARE[kind])
+    assert len(watched.looks) >= 4
+    assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
+    assert watched.diagnosis.verdict is Verdict.ROUND_OFF, watched.diagnosis
+
+
+def test_a_training_that_goes_on_from_a_checkpoint_is_watched_from_there(tmp_path):
+    half, _ = fitted(tmp_path, max_epochs=1)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    watched = watch()
+    _, with_it = fitted(tmp_path, watched, ckpt_path=tmp_path / "half.ckpt")
+    _, without = fitted(tmp_path, ckpt_path=tmp_path / "half.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
+    assert watched.diagnosis.verdict is Verdict.ROUND_OFF, watched.diagnosis
+
+
+def test_a_late_fault_has_its_place_and_its_step(tmp_path):
+    class Count(lightning.Callback):
+        now = 0
+
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            self.now = trainer.global_step
+
+    count = Count()
+    watched = driftlab.lightning.Watch(lambda m: rewrite(m, lambda: count.now >= 5), budget=1e9, updates=2)
+    fitted(tmp_path, count, watched)
+    found = watched.diagnosis
+    assert found.verdict is Verdict.BUG
+    assert (found.where.module, found.where.pass_) == ("module.net", "forward")
+    assert found.where.step == next(look.step for look in watched.looks if look.step >= 5)
+
+
+def test_page_and_distances_lie_with_the_trainers_logs(tmp_path):
+    logger, watched = CSVLogger(tmp_path), watch()
+    trainer, _ = fitted(tmp_path, watched, logger=logger)
+    assert (tmp_path / trainer.log_dir / "report.html").read_text().count("round_off")
+    logger.save()
+    with open(f"{trainer.log_dir}/metrics.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row.get("local/weight_distance/candidate.float64")]
+    assert len(rows) == len(watched.looks)
+    assert all(0 <= float(row["local/weight_distance/candidate.float64"]) < 1e-12 for row in rows)
+
+
+def test_a_module_that_steps_its_own_optimizers_is_refused(tmp_path):
+    class Manual(Own):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        default_root_dir=tmp_path,
+        callbacks=[watch()],
+        logger=False,
+        max_steps=1,
+        **OPTIONS,
+    )
+    with pytest.raises(DiagnoseError, match="driftlab.watching"):
+        trainer.fit(Manual(), loader())

@@ -1,0 +1,124 @@
+"""Watching a loop of one's own: late faults are found, right rewrites are not accused, nothing changes."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from driftlab import DiagnoseError, Verdict, watching
+from tests.driftlab.watch.rewrites import network, rewritten
+
+MUCH = 1e9  # every look that is due is paid
+
+
+def train(updates, optimizer, watch=None, at=lambda step: None):
+    """Batches from a generator, dropout and shuffling from torch's, NumPy's and Python's random states."""
+    torch.manual_seed(1), np.random.seed(1), random.seed(1)
+    model, seen = network(), []
+    steps = optimizer(model.parameters())
+    with watch(model, steps) if watch else _nothing() as watched:
+        for step in range(updates):
+            at(step)
+            x = torch.randn(16, 20) + np.random.rand() + random.random()
+            y = torch.randint(5, (16,))
+            if watched:
+                watched.step(x, y)
+            steps.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            steps.step()
+            seen.append(loss.item())
+    return watched, seen, [p.detach().clone() for p in model.parameters()]
+
+
+class _nothing:  # noqa: N801
+    def __enter__(self):
+        return None
+
+    def __exit__(self, *error):
+        return None
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", [sgd, adamw])
+def test_the_training_is_the_same_to_the_last_bit(optimizer):
+    watch = lambda model, steps: watching(model, rewritten(), steps, budget=MUCH, updates=2)  # noqa: E731
+    watched, losses, weights = train(12, optimizer, watch)
+    assert len(watched.looks) >= 4
+    _, alone, expected = train(12, optimizer)
+    assert losses == alone
+    assert all(torch.equal(a, b) for a, b in zip(weights, expected, strict=True))
+
+
+def test_a_right_rewrite_is_right_wherever_the_training_is():
+    watch = lambda model, steps: watching(model, rewritten(), steps, budget=MUCH, updates=3)  # noqa: E731
+    watched, *_ = train(40, adamw, watch)
+    assert {look.diagnosis.verdict for look in watched.looks} <= {Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL}
+    assert watched.diagnosis.verdict is Verdict.ROUND_OFF
+    assert watched.looks[-1].step == 40
+    assert f"{len(watched.looks)} from 0 to 40" in watched.diagnosis.headline
+
+
+@pytest.mark.parametrize("sets_in", [7, 23])
+def test_a_late_fault_is_found_at_the_first_look_after_it(sets_in):
+    now = [0]
+    late = rewritten(lambda: now[0] >= sets_in)
+    watch = lambda model, steps: watching(model, late, steps, budget=MUCH, updates=2)  # noqa: E731
+    watched, *_ = train(30, sgd, watch, at=lambda step: now.__setitem__(0, step))
+    found = watched.diagnosis
+    assert found.verdict is Verdict.BUG
+    looked = [look.step for look in watched.looks]
+    first = next(step for step in looked if step >= sets_in)
+    assert (found.where.module, found.where.pass_, found.where.step) == ("0", "forward", first)
+    before = max(step for step in looked if step < sets_in)
+    assert f"found at step {first}, and not yet at step {before}" in found.headline
+    assert f"since step {first}" in found.headline
+
+
+def test_looks_keep_to_their_share():
+    def watch(model, steps):
+        watched = watching(model, rewritten(), steps, budget=0.05, updates=2)
+        watched._began -= 30 * 60  # as if the training had run for half an hour
+        return watched
+
+    watched, *_ = train(10, sgd, watch)
+    assert len(watched.looks) > 1
+    assert watched.seconds <= 0.05 * 31 * 60
+    unpaid, *_ = train(10, sgd, lambda m, s: watching(m, rewritten(), s, budget=1e-6, updates=2))
+    assert [look.step for look in unpaid.looks] == [0]
+
+
+def test_before_the_first_step_there_is_nothing():
+    model = network()
+    assert watching(model, rewritten(), sgd(model.parameters())).diagnosis is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"candidate": network()}, "candidate is a Sequential: give the function"),
+        ({"optimizer": 3}, "optimizer is a int: give the model's"),
+        ({"budget": 0}, "budget is 0: give a share"),
+        ({"updates": "many"}, "updates=.many.: give a whole number"),
+    ],
+)
+def test_what_is_no_argument_is_one_line(change, said):
+    model = network()
+    options = {"candidate": rewritten(), "optimizer": sgd(model.parameters())} | change
+    with pytest.raises(DiagnoseError, match=said):
+        watching(model, options.pop("candidate"), options.pop("optimizer"), **options)
+
+
+def test_an_error_of_the_training_is_its_own():
+    model = network()
+    with pytest.raises(ZeroDivisionError), watching(model, rewritten(), sgd(model.parameters())):
+        raise ZeroDivisionError
