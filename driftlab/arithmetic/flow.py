@@ -29,6 +29,7 @@ class Value:
         prints: None where it holds no floating number.
         fed: whether weights or the batch went into it; what is made of constants alone may be held otherwise.
         given: a weight, what is made of weights alone, or the batch: the two have that in common.
+        weight: a weight, or what is made of weights alone.
     """
 
     scope: str
@@ -36,6 +37,7 @@ class Value:
     prints: Prints | None = None
     fed: bool = True
     given: bool = False
+    weight: bool = False
 
 
 @dataclass
@@ -51,8 +53,8 @@ class Flow:
 
     def seen(self) -> Seen:
         seen = Seen()
-        for number, value in enumerate(self.values):
-            seen.add(value.prints, number)
+        for number, value in enumerate(self.values):  # of a table's rows any lookup could be made
+            seen.add(value.prints, number, whole=value.weight)
         return seen
 
     def uses(self) -> list[list[int]]:
@@ -108,8 +110,9 @@ class Recorder(TorchDispatchMode):
         return False  # to skip it, torch would import it first: two seconds
 
     def given(self, weights: Iterable[Tensor], batch: Iterable[Tensor]) -> None:
-        for tensor in (*weights, *batch):
-            self._keep(tensor, Value("", prints=prints(tensor), fed=tensor.is_floating_point(), given=True))
+        for tensor, weight in (*((w, True) for w in weights), *((b, False) for b in batch)):
+            fed = tensor.is_floating_point()
+            self._keep(tensor, Value("", prints=prints(tensor), fed=fed, given=True, weight=weight))
         self._weights = {self.number(tensor) for tensor in weights}
 
     def number(self, tensor: Tensor) -> int:
@@ -137,9 +140,8 @@ class Recorder(TorchDispatchMode):
 
     def _value(self, inputs: tuple[int, ...], tensor: Tensor) -> Value:
         fed = any(self.flow.values[i].fed for i in inputs)
-        return Value(
-            self._scopes.now, inputs, prints(tensor), fed, bool(inputs) and self._weights.issuperset(inputs)
-        )
+        weight = bool(inputs) and self._weights.issuperset(inputs)
+        return Value(self._scopes.now, inputs, prints(tensor), fed, given=weight, weight=weight)
 
     def _keep(self, tensor: Tensor, value: Value) -> int:
         number = self.flow.add(value)

@@ -13,6 +13,9 @@ from driftlab.network.pair import Pair
 from driftlab.probes.examination import Examination
 from driftlab.words import Place, Verdict
 
+# What two networks give each other in float32 differs by less; so do the inputs of what lies before a fault.
+ALREADY_WRONG = 1e-4
+
 
 def owner(wrong: list[Difference], fold: Fold) -> str:
     """The module whose gradients or buffers alone are wrong, though each of its calls is right.
@@ -42,7 +45,7 @@ def placed(
     Values are asked where the pairs end at a module with others inside, at one so far off that its borders
     may have moved, or at none.
     """
-    difference = located[1] if located else wrong[0]
+    difference = located[1] if located else _earliest(found, wrong)
     if (started := _other_weights(found, difference)) is not None:
         return started, difference
     pair, pass_ = found.pair, difference.pass_
@@ -53,7 +56,8 @@ def placed(
     damped = bool(located) and bool(module) and pass_ == "forward" and _damped(found, difference.relative)
     parted = _parted(found, pass_, wrong) if whole or moved or damped or not located else None
     if parted is None:
-        if not module and (deeper := first_wrong(found.local, deeper=True)):
+        shown = {d.pass_ for d in found.network.wrong()}
+        if not module and (deeper := first_wrong(found.local, shown, deeper=True)):
             module, difference = deeper
         return _of(pair, module, difference)
     at = _called(pair, parted[0])
@@ -61,8 +65,29 @@ def placed(
     if damped and _within(module, place.module):  # the border moved: what is seen of it is the parent's
         return place, (place.module and found.local.wrong(place.module)) or wrong[0]
     # of a gradient that no call explains its owner says more than the whole network does
-    exacter = moved or _within(place.module, module) or (not located and place.module)
-    return (place, difference) if exacter else _of(pair, module, difference)
+    exacter = _within(place.module, module) or (not located and place.module)
+    if exacter or (moved and _is_where_it_moved_to(found, module, place)):
+        return place, difference
+    return _of(pair, module, difference)
+
+
+def _is_where_it_moved_to(found: Examination, module: str, place: Place) -> bool:
+    """Whether a fault may lie at ``place`` rather than in a module that is wrong where its borders may be.
+
+    Not where the candidate parts within what stands for the module; nor behind it, where what the candidate
+    is given is wrong already.
+    """
+    pair = found.pair
+    if _within(module, place.module):
+        return not _within(place.candidate_module or "", pair.counterparts[module])
+    return place.module not in pair.counterparts or found.local.aligned(place.module, ALREADY_WRONG)
+
+
+def _earliest(found: Examination, wrong: list[Difference]) -> Difference:
+    """The first of the first pass; of buffers that of the module that is called first."""
+    calls = {name: number for number, name in enumerate(found.local.calls)}
+    buffers = [d for d in wrong if d.pass_ == wrong[0].pass_ == "buffer"]
+    return min(buffers, key=lambda d: calls.get(d.name.rpartition(".")[0], len(calls)), default=wrong[0])
 
 
 def _of(pair: Pair, module: str, difference: Difference) -> tuple[Place, Difference]:
