@@ -30,6 +30,7 @@ class Value:
         fed: whether weights or the batch went into it; what is made of constants alone may be held otherwise.
         given: a weight, what is made of weights alone, or the batch: the two have that in common.
         weight: a weight, or what is made of weights alone.
+        part: taken out of a larger tensor as it is.
     """
 
     scope: str
@@ -38,6 +39,14 @@ class Value:
     fed: bool = True
     given: bool = False
     weight: bool = False
+    part: bool = False
+
+
+# Operations that give some of the numbers that they are given.
+TAKES_PART = (
+    *("select", "slice", "split", "split_with_sizes", "unsafe_split", "unbind", "narrow", "diagonal"),
+    *("index", "index_select", "gather"),
+)
 
 
 @dataclass
@@ -135,13 +144,13 @@ class Recorder(TorchDispatchMode):
             self._written.setdefault(_memory(tensor), []).append(number)
         for tensor in pytree.tree_leaves(out):
             if isinstance(tensor, Tensor) and not any(tensor is c for c in changed):
-                self._keep(tensor, self._value(inputs, tensor))
+                self._keep(tensor, self._value(inputs, tensor, part=func._opname in TAKES_PART))
         return out
 
-    def _value(self, inputs: tuple[int, ...], tensor: Tensor) -> Value:
+    def _value(self, inputs: tuple[int, ...], tensor: Tensor, part: bool = False) -> Value:
         fed = any(self.flow.values[i].fed for i in inputs)
         weight = bool(inputs) and self._weights.issuperset(inputs)
-        return Value(self._scopes.now, inputs, prints(tensor), fed, given=weight, weight=weight)
+        return Value(self._scopes.now, inputs, prints(tensor), fed, given=weight, weight=weight, part=part)
 
     def _keep(self, tensor: Tensor, value: Value) -> int:
         number = self.flow.add(value)
