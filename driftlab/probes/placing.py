@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from driftlab.arithmetic.constants import own_constants
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import SAME_BORDERS, first_wrong
@@ -116,9 +118,15 @@ def _may_be_moved(found: Examination, module: str, difference: Difference) -> bo
 
 
 def _damped(found: Examination, off: float | None) -> bool:
-    """Whether a module, or a weight, is off by far more than the whole network: a border may have moved."""
-    shown = max((d.relative for d in found.network.wrong() if d.pass_ == "forward"), default=0.0)
-    return bool(shown) and shown < SAME_BORDERS * min(off or 0.0, 1.0)
+    """Whether a module, or a weight, is off by far more than the whole network: a border may have moved.
+
+    A network that returns its loss alone damps whatever is wrong in it; its gradients do not.
+    """
+    wrong = found.network.wrong()
+    outputs = [d.relative for d in wrong if d.pass_ == "forward"]
+    gradients = [d.relative for d in wrong if d.pass_ == "weight gradient"]
+    shown = max([*outputs, median(gradients)] if gradients else outputs, default=0.0)
+    return bool(outputs) and shown < SAME_BORDERS * min(off or 0.0, 1.0)
 
 
 def _pass_of(pass_: str, module: str, wrong: list[Difference]) -> str:
