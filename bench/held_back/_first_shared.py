@@ -34,6 +34,16 @@ def later(t: int, device: torch.device) -> Tensor:
     return torch.ones(t, t, dtype=torch.bool, device=device).triu(1)
 
 
+# Where the reference itself diverges at the default learning rate: in 24 steps its loss goes from 1.4 to 28,
+# and from 3.9 to 2e8.
+FALLS_OVER = ("first_lora", "second_flow")
+
+
+def same(on: Task) -> tuple[str, ...]:
+    """The verdicts that are right of a right pair."""
+    return ("round_off", "bit_identical", *(["unstable"] if on.name in FALLS_OVER else []))
+
+
 def both(on: Task, make: Callable, right: str, wrong: str, module: str | tuple, **truth: object) -> None:
     """Register ``make(model, wrong)`` twice, without its fault and with it, under these names.
 
@@ -47,4 +57,5 @@ def both(on: Task, make: Callable, right: str, wrong: str, module: str | tuple, 
 
         rewrite.__name__, rewrite.__module__ = name, make.__module__
         kind = name.replace("_", " ")
-        case(("round_off", "bug")[fault], kind, on, **(truth | {"module": module} if fault else {}))(rewrite)
+        labels = "bug" if fault else same(on)
+        case(labels, kind, on, **(truth | {"module": module} if fault else {}))(rewrite)

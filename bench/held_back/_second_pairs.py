@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bench.case import Names, case
+from bench.held_back._first_shared import same
 from bench.surgery import recast
 from bench.tasks import Task
 
@@ -28,6 +29,7 @@ def pair(
     module: Names,
     passes: Names = (),
     at: str | None = None,
+    bug: Names = "bug",
 ) -> None:
     """Register ``make(model, fault)`` without its fault and with it; its docstring names both kinds.
 
@@ -35,14 +37,15 @@ def pair(
         right: name of the case without the fault.
         wrong: name of the case with the fault.
         at: the module that takes ``make`` as its class and keeps its weights, where only that changes.
+        bug: the verdicts that are right of the case with the fault.
     """
     make_it = make if at is None else lambda model, fault: recast(model, at, make, fault=fault)
     rewritten, broken = make.__doc__.rstrip(".").split("; the fault: ")
     truth = {"module": module, "passes": passes}
-    for label, name, kind, where in (("round_off", right, rewritten, {}), ("bug", wrong, broken, truth)):
-        rewrite = partial(make_it, fault=label == "bug")
+    for labels, name, kind, where in ((same(task), right, rewritten, {}), (bug, wrong, broken, truth)):
+        rewrite = partial(make_it, fault=labels is bug)
         rewrite.__name__, rewrite.__module__ = name, make.__module__
-        case(label, kind, task, **where)(rewrite)
+        case(labels, kind, task, **where)(rewrite)
 
 
 def leaf(values: Tensor) -> nn.Parameter:

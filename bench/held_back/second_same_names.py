@@ -159,7 +159,16 @@ pair(pooled, UnfoldedMax, "maxima_of_unfolded_windows", "zeros_around_a_maximum"
 pair(pooled, OwnBackward, "grouped_with_own_backward", "bias_takes_a_mean", "4", "weight gradient", at="4")
 pair(pooled, BorrowedNorm, "group_norm_by_batch_norm", "scale_no_longer_trains", "5", UNSEEN, at="5")
 pair(pooled, ConvolvedMean, "average_by_convolution", "border_counts_in_the_average", "7", at="7")
-pair(pooled, ExponentialPool, "softmax_from_logarithms", "weights_pass_through_bfloat16", "8", at="8")
+NARROW = ("reduced_precision", "bug")
+pair(
+    pooled,
+    ExponentialPool,
+    "softmax_from_logarithms",
+    "weights_pass_through_bfloat16",
+    "8",
+    at="8",
+    bug=NARROW,
+)
 pair(larger, MergedRep, "branches_in_one_kernel", "small_kernel_beside_the_middle", ("1", "1.point"), at="1")
 pair(larger, StuffedUp, "zeros_between_the_pixels", "kernel_flipped_one_way", "2", at="2")
 pair(larger, DepthToSpace, "shuffle_by_permuted_axes", "shuffle_with_channels_last", "4", at="4")

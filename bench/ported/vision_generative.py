@@ -17,7 +17,11 @@ def discriminator_of_the_paper(model: nn.Module) -> nn.Module:
     return OldDiscriminator(model)
 
 
-@case("bug", "detached branch", discriminator, module=(*SPECTRAL, *SIGMAS), passes="weight gradient")
+# the weight's gradient, which is that of the input of what makes it
+LOST = ("weight gradient", "input gradient")
+
+
+@case("bug", "detached branch", discriminator, module=(*SPECTRAL, *SIGMAS), passes=LOST)
 def discriminator_with_a_detached_norm(model: nn.Module, right: bool = False) -> nn.Module:
     """The spectral norm is detached, so that the weights' gradient lacks its part."""
     return OldDiscriminator(model, detached=not right)

@@ -102,17 +102,29 @@ class Cone:
 
     def _border(self, number: int, inner: Callable[[int], bool]) -> tuple[set[int], set[int]]:
         """What is made of a value as far as it is ``inner``, and what is made of that."""
-        inside, border, waiting = {number}, set(), list(self._uses[number])
+        inside, border, waiting = {number}, set(), self._whole_uses(number)
         while waiting:
             at = waiting.pop()
             if at in inside or at in border:
                 continue
             if inner(at):
                 inside.add(at)
-                waiting += self._uses[at]
+                waiting += self._whole_uses(at)
             else:
                 border.add(at)
         return inside, border
+
+    def _whole_uses(self, number: int) -> list[int]:
+        """What is made of a value; less its parts, where they are not all of it: of one that is wrong a part
+        may be right."""
+        parts = {u for u in self._uses[number] if self._values[u].part and self._size(u) < self._size(number)}
+        if sum(map(self._size, parts)) >= self._size(number):
+            parts = set()
+        return [u for u in self._uses[number] if u not in parts]
+
+    def _size(self, number: int) -> int:
+        prints = self._values[number].prints
+        return prints.whole[0] if prints else 0
 
     def _made_up_for(self, number: int) -> bool:
         """Whether something made of it is there, so that it was right, and in another form."""

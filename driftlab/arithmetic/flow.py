@@ -29,6 +29,8 @@ class Value:
         prints: None where it holds no floating number.
         fed: whether weights or the batch went into it; what is made of constants alone may be held otherwise.
         given: a weight, what is made of weights alone, or the batch: the two have that in common.
+        weight: a weight, or what is made of weights alone.
+        part: taken out of a larger tensor as it is.
     """
 
     scope: str
@@ -36,6 +38,15 @@ class Value:
     prints: Prints | None = None
     fed: bool = True
     given: bool = False
+    weight: bool = False
+    part: bool = False
+
+
+# Operations that give some of the numbers that they are given.
+TAKES_PART = (
+    *("select", "slice", "split", "split_with_sizes", "unsafe_split", "unbind", "narrow", "diagonal"),
+    *("index", "index_select", "gather"),
+)
 
 
 @dataclass
@@ -51,8 +62,8 @@ class Flow:
 
     def seen(self) -> Seen:
         seen = Seen()
-        for number, value in enumerate(self.values):
-            seen.add(value.prints, number)
+        for number, value in enumerate(self.values):  # of a table's rows any lookup could be made
+            seen.add(value.prints, number, whole=value.weight)
         return seen
 
     def uses(self) -> list[list[int]]:
@@ -108,8 +119,9 @@ class Recorder(TorchDispatchMode):
         return False  # to skip it, torch would import it first: two seconds
 
     def given(self, weights: Iterable[Tensor], batch: Iterable[Tensor]) -> None:
-        for tensor in (*weights, *batch):
-            self._keep(tensor, Value("", prints=prints(tensor), fed=tensor.is_floating_point(), given=True))
+        for tensor, weight in (*((w, True) for w in weights), *((b, False) for b in batch)):
+            fed = tensor.is_floating_point()
+            self._keep(tensor, Value("", prints=prints(tensor), fed=fed, given=True, weight=weight))
         self._weights = {self.number(tensor) for tensor in weights}
 
     def number(self, tensor: Tensor) -> int:
@@ -132,14 +144,13 @@ class Recorder(TorchDispatchMode):
             self._written.setdefault(_memory(tensor), []).append(number)
         for tensor in pytree.tree_leaves(out):
             if isinstance(tensor, Tensor) and not any(tensor is c for c in changed):
-                self._keep(tensor, self._value(inputs, tensor))
+                self._keep(tensor, self._value(inputs, tensor, part=func._opname in TAKES_PART))
         return out
 
-    def _value(self, inputs: tuple[int, ...], tensor: Tensor) -> Value:
+    def _value(self, inputs: tuple[int, ...], tensor: Tensor, part: bool = False) -> Value:
         fed = any(self.flow.values[i].fed for i in inputs)
-        return Value(
-            self._scopes.now, inputs, prints(tensor), fed, bool(inputs) and self._weights.issuperset(inputs)
-        )
+        weight = bool(inputs) and self._weights.issuperset(inputs)
+        return Value(self._scopes.now, inputs, prints(tensor), fed, given=weight, weight=weight, part=part)
 
     def _keep(self, tensor: Tensor, value: Value) -> int:
         number = self.flow.add(value)

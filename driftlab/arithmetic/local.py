@@ -74,7 +74,7 @@ class Local:
     def pair(self, name: str) -> tuple[nn.Module, nn.Module]:
         return self._mine[name], self._others[self.counterparts[name]]
 
-    def aligned(self, name: str) -> bool:
+    def aligned(self, name: str, within: float = SAME_INPUTS) -> bool:
         """Whether the candidate's module is given what the reference's is, in its own run.
 
         Behind a fault it is not; nor is it where a rewrite moved the borders, so that a pair of modules with
@@ -84,7 +84,7 @@ class Local:
         if self.theirs is None:
             return True
         theirs = self.theirs.get(self.counterparts[name], [])
-        return bool(theirs) and _same_inputs(self.calls[name][0], theirs[0])
+        return bool(theirs) and _same_inputs(self.calls[name][0], theirs[0], within)
 
     def permuted(self, name: str) -> bool:
         """Whether both give the same values in another order."""
@@ -194,7 +194,7 @@ def _same_sorted(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bo
     )
 
 
-def _same_inputs(mine: Recorded, theirs: Recorded) -> bool:
+def _same_inputs(mine: Recorded, theirs: Recorded, within: float) -> bool:
     """Float32 rounding apart; kinks on the way may make a few entries differ by more."""
     own, other = (
         [t for t in pytree.tree_leaves((c.args, c.kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
@@ -203,6 +203,6 @@ def _same_inputs(mine: Recorded, theirs: Recorded) -> bool:
     if [t.shape for t in own] != [t.shape for t in other]:
         return False
     return all(
-        float(relative_distance(b.detach().double(), a.detach().double())) < SAME_INPUTS
+        float(relative_distance(b.detach().double(), a.detach().double())) < within
         for a, b in zip(own, other, strict=True)
     )

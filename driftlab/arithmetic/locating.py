@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.local import Local
 
@@ -9,43 +11,58 @@ from driftlab.arithmetic.local import Local
 # gives something else altogether. Below this relative difference the borders are the same and the function is
 # not.
 SAME_BORDERS = 1e-2
+BACKWARD = ("input gradient", "weight gradient")
 
 
-def first_wrong(local: Local, deeper: bool = False) -> tuple[str, Difference] | None:
-    """The first module in the order of execution, and its pass, that differs by itself; from the outside in.
+def first_wrong(
+    local: Local, shown: Collection[str] = (), deeper: bool = False
+) -> tuple[str, Difference] | None:
+    """The first module that differs by itself, and its pass; from the outside in.
 
-    Only what lies in a wrong module is looked at: inside a right one a rewrite may have moved the borders.
+    The first in the order of execution; where that is wrong in the backward pass, which begins at the end,
+    the last that is so. Only what lies in a wrong module is looked at: inside a right one a rewrite may have
+    moved the borders.
 
     Args:
+        shown: the passes in which the whole networks differ, where they do.
         deeper: whether inside a pair that takes other arguments too, where they may have been moved as well.
     """
     place, inside = None, ""
     while True:
-        found = _first_wrong_child(local, inside, deeper)
+        found = _first_wrong_child(local, inside, shown, deeper)
         if found is None:
             return place
         place, inside = found, found[0]
 
 
-def _first_wrong_child(local: Local, inside: str, deeper: bool) -> tuple[str, Difference] | None:
-    """The first in the order of execution that is given the right inputs and is wrong.
+def _first_wrong_child(
+    local: Local, inside: str, shown: Collection[str], deeper: bool
+) -> tuple[str, Difference] | None:
+    """The first that is given the right inputs and is wrong.
 
-    One that is wrong by little has the right borders, whatever it is given in the candidate's run. One that
-    gives its channels in another order is taken last, and only where every part has its counterpart: else
-    what reads them may well expect that order.
+    One that is wrong by little has the right borders, whatever it is given in the candidate's run; one that
+    gives something else altogether, where the whole network gives the same, has not. One that gives its
+    channels in another order is taken last, and only where every part has its counterpart: else what reads
+    them may well expect that order.
     """
-    children, reordered = _children(local, inside, deeper), None
-    for name in children:
+    last = reordered = None
+    for name in _children(local, inside, deeper):
         wrong = local.wrong(name)
-        if wrong and not local.aligned(name) and not _is_slight(wrong):
-            wrong = None
-        if wrong and wrong.pass_ == "forward" and local.reordered(name):
+        if not wrong or (not _is_slight(wrong) and not local.aligned(name)):
+            continue
+        if wrong.pass_ in BACKWARD:
+            last = name, wrong
+        elif last:
+            continue
+        elif wrong.pass_ != "forward" or _is_slight(wrong):
+            return name, wrong
+        elif local.reordered(name):
             reordered = reordered or (name, wrong)
-        elif wrong:
+        elif not shown or "forward" in shown:
             return name, wrong
     below = f"{inside}." if inside else ""
     complete = all(n in local.counterparts for n in local.calls if n.startswith(below))
-    return reordered if complete else None
+    return last or (reordered if complete else None)
 
 
 def _children(local: Local, inside: str, deeper: bool) -> list[str]:

@@ -93,8 +93,10 @@ class Seen:
     _by_size: dict[int, list[tuple[float, float, float, float, int]]] = field(default_factory=dict)
     _sorted: bool = False
 
-    def add(self, found: Prints | None, number: int) -> None:
-        for size, *numbers in (found.whole, *(p for axis in found.slices for p in axis)) if found else ():
+    def add(self, found: Prints | None, number: int, whole: bool = False) -> None:
+        """``whole``: without its slices."""
+        slices = () if whole or not found else (p for axis in found.slices for p in axis)
+        for size, *numbers in (found.whole, *slices) if found else ():
             self._by_size.setdefault(size, []).append((*numbers, number))
         self._sorted = False
 

@@ -29,7 +29,8 @@ NO_GRADIENT = 1e-6
 def ask(found: Examination) -> Iterator[Finding]:
     """On the batch, for the whole network and for every rewritten module."""
     network, wrong, untold = found.network, found.network.wrong(), found.network.untold()
-    located = first_wrong(found.local) if wrong or untold else slightly_wrong(found.local)
+    shown = {d.pass_ for d in wrong}
+    located = first_wrong(found.local, shown) if wrong or untold else slightly_wrong(found.local)
     if wrong and (drawn := drawn_otherwise(found, located)):
         yield drawn
         return

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from driftlab.arithmetic.constants import own_constants
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import SAME_BORDERS, first_wrong
@@ -12,6 +14,9 @@ from driftlab.network.modules import common_parent, only_holds
 from driftlab.network.pair import Pair
 from driftlab.probes.examination import Examination
 from driftlab.words import Place, Verdict
+
+# What two networks give each other in float32 differs by less; so do the inputs of what lies before a fault.
+ALREADY_WRONG = 1e-4
 
 
 def owner(wrong: list[Difference], fold: Fold) -> str:
@@ -42,7 +47,7 @@ def placed(
     Values are asked where the pairs end at a module with others inside, at one so far off that its borders
     may have moved, or at none.
     """
-    difference = located[1] if located else wrong[0]
+    difference = located[1] if located else _earliest(found, wrong)
     if (started := _other_weights(found, difference)) is not None:
         return started, difference
     pair, pass_ = found.pair, difference.pass_
@@ -53,7 +58,8 @@ def placed(
     damped = bool(located) and bool(module) and pass_ == "forward" and _damped(found, difference.relative)
     parted = _parted(found, pass_, wrong) if whole or moved or damped or not located else None
     if parted is None:
-        if not module and (deeper := first_wrong(found.local, deeper=True)):
+        shown = {d.pass_ for d in found.network.wrong()}
+        if not module and (deeper := first_wrong(found.local, shown, deeper=True)):
             module, difference = deeper
         return _of(pair, module, difference)
     at = _called(pair, parted[0])
@@ -61,8 +67,29 @@ def placed(
     if damped and _within(module, place.module):  # the border moved: what is seen of it is the parent's
         return place, (place.module and found.local.wrong(place.module)) or wrong[0]
     # of a gradient that no call explains its owner says more than the whole network does
-    exacter = moved or _within(place.module, module) or (not located and place.module)
-    return (place, difference) if exacter else _of(pair, module, difference)
+    exacter = _within(place.module, module) or (not located and place.module)
+    if exacter or (moved and _is_where_it_moved_to(found, module, place)):
+        return place, difference
+    return _of(pair, module, difference)
+
+
+def _is_where_it_moved_to(found: Examination, module: str, place: Place) -> bool:
+    """Whether a fault may lie at ``place`` rather than in a module that is wrong where its borders may be.
+
+    Not where the candidate parts within what stands for the module; nor behind it, where what the candidate
+    is given is wrong already.
+    """
+    pair = found.pair
+    if _within(module, place.module):
+        return not _within(place.candidate_module or "", pair.counterparts[module])
+    return place.module not in pair.counterparts or found.local.aligned(place.module, ALREADY_WRONG)
+
+
+def _earliest(found: Examination, wrong: list[Difference]) -> Difference:
+    """The first of the first pass; of buffers that of the module that is called first."""
+    calls = {name: number for number, name in enumerate(found.local.calls)}
+    buffers = [d for d in wrong if d.pass_ == wrong[0].pass_ == "buffer"]
+    return min(buffers, key=lambda d: calls.get(d.name.rpartition(".")[0], len(calls)), default=wrong[0])
 
 
 def _of(pair: Pair, module: str, difference: Difference) -> tuple[Place, Difference]:
@@ -91,9 +118,15 @@ def _may_be_moved(found: Examination, module: str, difference: Difference) -> bo
 
 
 def _damped(found: Examination, off: float | None) -> bool:
-    """Whether a module, or a weight, is off by far more than the whole network: a border may have moved."""
-    shown = max((d.relative for d in found.network.wrong() if d.pass_ == "forward"), default=0.0)
-    return bool(shown) and shown < SAME_BORDERS * min(off or 0.0, 1.0)
+    """Whether a module, or a weight, is off by far more than the whole network: a border may have moved.
+
+    A network that returns its loss alone damps whatever is wrong in it; its gradients do not.
+    """
+    wrong = found.network.wrong()
+    outputs = [d.relative for d in wrong if d.pass_ == "forward"]
+    gradients = [d.relative for d in wrong if d.pass_ == "weight gradient"]
+    shown = max([*outputs, median(gradients)] if gradients else outputs, default=0.0)
+    return bool(outputs) and shown < SAME_BORDERS * min(off or 0.0, 1.0)
 
 
 def _pass_of(pass_: str, module: str, wrong: list[Difference]) -> str:

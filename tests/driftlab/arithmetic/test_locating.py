@@ -66,6 +66,11 @@ def test_the_first_of_two_faults_in_the_order_of_execution():
     assert first_wrong(local(network(), candidate))[0] == "1.inner"
 
 
+def test_the_last_of_two_faults_where_the_backward_pass_comes_to_it_first():
+    candidate = network(block1=FAULTS["input gradient"], block2=FAULTS["input gradient"])
+    assert first_wrong(local(network(), candidate))[0] == "2.inner"
+
+
 @pytest.mark.parametrize("narrow", [plain, lambda x: x.bfloat16().to(x.dtype)], ids=["a copy", "fewer bits"])
 def test_where_nothing_is_wrong_nobody_is_accused(narrow):
     pair = local(network(), network(block1={"on_input": narrow}))
