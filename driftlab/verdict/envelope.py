@@ -169,6 +169,8 @@ def _worst_evaluation(record: SeedRecord, role: str, kind: str, pass_: str) -> t
     own = narrow[min(narrow)] * 2.0**-29 if narrow else 0.0
     envelope, worst = max(UNIT_ROUND_OFF["float64"], own, _own_rounding(record, role)), None
     for step in sorted(mine):
+        if math.isnan(mine[step]) and _blown_up(record, "float64", step):
+            break
         envelope = max(envelope, control.get(step, 0.0))
         ratio = mine[step] / envelope
         if worst is None or not ratio <= worst[0]:

@@ -179,6 +179,34 @@ def test_training_that_falls_over_by_itself_is_unstable():
     assert found.verdict in ("unstable", "bit_identical")
 
 
+class ByInputs(nn.Module):
+    """A linear layer as the sum over two halves of its inputs."""
+
+    def __init__(self, linear):
+        super().__init__()
+        left, right = linear.weight.detach().chunk(2, 1)
+        self.left, self.right = nn.Parameter(left.clone()), nn.Parameter(right.clone())
+        self.bias = nn.Parameter(linear.bias.detach().clone())
+
+    def forward(self, x):
+        left, right = x.chunk(2, 1)
+        return left @ self.left.T + right @ self.right.T + self.bias
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e10, 1e20])
+def test_where_the_reference_overflows_nan_is_held_against_nobody(rate):
+    def rewrite(model):
+        model[0], model[2] = ByInputs(model[0]), ByInputs(model[2])
+        return model
+
+    def network():  # without a Tanh, which bounds what follows
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4))
+
+    steep = lambda parameters: torch.optim.SGD(parameters, lr=rate)  # noqa: E731
+    assert diagnose(network(), rewrite, batches(count=2), optimizer=steep).verdict is Verdict.UNSTABLE
+
+
 def decaying(parameters):
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 

@@ -109,7 +109,7 @@ def test_a_late_fault_has_its_place_and_its_step(tmp_path):
     fitted(tmp_path, count, watched)
     found = watched.diagnosis
     assert found.verdict is Verdict.BUG
-    assert (found.where.module, found.where.pass_) == ("module.net", "forward")
+    assert (found.where.module, found.where.pass_) == ("module.net.0", "forward")
     assert found.where.step == next(look.step for look in watched.looks if look.step >= 5)
 
 
@@ -138,5 +138,5 @@ def test_a_module_that_steps_its_own_optimizers_is_refused(tmp_path):
         max_steps=1,
         **OPTIONS,
     )
-    with pytest.raises(DiagnoseError, match="driftlab.watching"):
+    with pytest.raises(DiagnoseError, match=r"driftlab\.watching"):
         trainer.fit(Manual(), loader())
