@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,9 @@ class _Step(nn.Module):
         self.module, self.batch_idx = module, 0
 
     def forward(self, batch: Any) -> Tensor:
-        found = self.module.training_step(batch, self.batch_idx)
+        with warnings.catch_warnings():  # what a copy logs has nowhere to go
+            warnings.filterwarnings("ignore", ".*self.log.*trainer. reference is not registered")
+            found = self.module.training_step(batch, self.batch_idx)
         return found["loss"] if isinstance(found, dict) else found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -126,8 +127,10 @@ class Watch:
     def step(self, inputs: object, targets: object = None) -> bool:
         """Say that the training now makes an update on this batch. True where a look was taken.
 
+        A later look that fails costs no training: it is said, and ``inconclusive``.
+
         Raises:
-            DiagnoseError: the rewrite, the loss or the optimizer cannot be judged.
+            DiagnoseError: at the first step, the rewrite, the loss or the optimizer cannot be judged.
         """
         self._batch = inputs, targets
         look = self.steps >= self._due and (not self.looks or self._is_paid())
@@ -171,7 +174,13 @@ class Watch:
     def _take(self, step: int) -> None:
         began = time.perf_counter()
         with _left_as_it_was():
-            found = self._look(step)
+            try:
+                found = self._look(step)
+            except DiagnoseError as error:
+                if not self.looks:
+                    raise
+                warnings.warn(f"driftlab: no look at step {step}: {error}", stacklevel=3)
+                found = Diagnosis(Verdict.INCONCLUSIVE, f"no look at step {step}: {error}", None, [])
         self.looks.append(Look(step, found, time.perf_counter() - began))
         self._due = max(step + 1, int(step * GROWTH))
 

@@ -118,6 +118,29 @@ def test_what_is_no_argument_is_one_line(change, said):
         watching(model, options.pop("candidate"), options.pop("optimizer"), **options)
 
 
+def test_a_look_that_fails_costs_no_training_and_is_no_good_verdict():
+    made = []
+
+    def rewrite(model):
+        made.append(1)
+        if len(made) > 4:
+            raise ValueError("not twice")
+        return rewritten()(model)
+
+    watch = lambda model, steps: watching(model, rewrite, steps, budget=MUCH, updates=2)  # noqa: E731
+    with pytest.warns(UserWarning, match="not twice"):
+        watched, losses, _ = train(8, sgd, watch)
+    assert len(losses) == 8
+    assert watched.diagnosis.verdict is Verdict.INCONCLUSIVE
+    assert "not twice" in watched.diagnosis.headline
+
+    def at_once(model):
+        raise ValueError("never")
+
+    with pytest.raises(DiagnoseError, match="never"):
+        train(2, sgd, lambda model, steps: watching(model, at_once, steps))
+
+
 def test_an_error_of_the_training_is_its_own():
     model = network()
     with pytest.raises(ZeroDivisionError), watching(model, rewritten(), sgd(model.parameters())):
