@@ -86,9 +86,15 @@ def _apart(a: Tensor, b: Tensor, size: Tensor) -> float:
 
 @torch.no_grad()
 def _returned(module: nn.Module, call: Recorded, seeds: Iterable[int]) -> Iterator[Leaves]:
-    """One call after the other of the same copy: it may keep a generator of its own."""
+    """One call after the other of the same copy, which may keep a generator of its own; from the same buffers.
+
+    Statistics that move from call to call are no random numbers.
+    """
     twin = copied(module)
+    start = {name: buffer.clone() for name, buffer in twin.named_buffers()}
     for seed in seeds:
+        for name, buffer in twin.named_buffers():
+            buffer.copy_(start.get(name, buffer))
         args, kwargs = each_tensor(lambda t: t.detach().clone(), (call.args, call.kwargs))
         seed_random_layers(seed)
         yield named_leaves(call.call(twin, args, kwargs))

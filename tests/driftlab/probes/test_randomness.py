@@ -141,3 +141,19 @@ def test_modules_and_inputs_are_left_as_they_were():
     same_distribution(module, module, given)
     assert all(torch.equal(before[n], t) for n, t in module.state_dict().items())
     assert torch.equal(given.args[0], x)
+
+
+class Moving(nn.Module):
+    """What it gives depends on how often it was called, and on no random number."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return x - self.mean
+
+
+def test_statistics_that_move_are_no_random_numbers():
+    assert not is_random(Moving(), call())
