@@ -86,9 +86,9 @@ def _apart(a: Tensor, b: Tensor, size: Tensor) -> float:
 
 @torch.no_grad()
 def _returned(module: nn.Module, call: Recorded, seeds: Iterable[int]) -> Iterator[Leaves]:
-    """One call after the other of the same copy, which may keep a generator of its own; from the same buffers.
+    """One call after the other of the same copy, which may keep a generator of its own.
 
-    Statistics that move from call to call are no random numbers.
+    Always from the same buffers: statistics that move from call to call are no random numbers.
     """
     twin = copied(module)
     start = {name: buffer.clone() for name, buffer in twin.named_buffers()}
