@@ -117,7 +117,7 @@ def diagnose(
         DiagnoseError: a network does not run on the batches, an argument is not what it should be.
     """
 
-    with torch.inference_mode(False), torch.enable_grad(), told("diagnose stops", memory=True):
+    with torch.inference_mode(False), torch.enable_grad(), told("diagnose stops", outermost=True):
         mine, other, found = the_pair(reference, candidate, fold)
         steps = the_steps(steps, mine, other)
         kept = the_batches(batches, steps)
@@ -125,7 +125,10 @@ def diagnose(
         by = (
             of_module if candidate_optimizer is None else stepping("candidate_optimizer", candidate_optimizer)
         )
-        of_module(mine), by(other)
+        if not isinstance(trains, bool):
+            raise DiagnoseError(f"trains is a {type(trains).__name__}: give True or False")
+        if trains:  # what cannot be made is refused here; without a training none is made at all
+            of_module(mine), by(other)
         called, dtype, by_hand = calling(mine, kept[0][0]), judged_in(reference), mapped(other, outputs)
         pair = Pair(mine, other, found, _own(loss), of_module, by, called, the_seed(seed), dtype, by_hand)
         try:
