@@ -20,6 +20,7 @@ from driftlab.probes.examination import Examination, examine
 from driftlab.probes.probe import Probe
 from driftlab.process import measuring
 from driftlab.refusing import told
+from driftlab.rounding import BEYOND
 from driftlab.threads import threads_for
 from driftlab.words import DiagnoseError, Finding, Status, Verdict
 
@@ -52,7 +53,7 @@ def assert_equivalent(
         DiagnoseError: one of them does not run, or the arguments are not what they should be; in one line,
             with the file and line of the code that raised.
     """
-    with torch.inference_mode(False), torch.enable_grad(), told("assert_equivalent stops", memory=True):
+    with torch.inference_mode(False), torch.enable_grad(), told("assert_equivalent stops", outermost=True):
         mine, theirs, found = the_pair(reference, candidate, fold)
         check_tensors("inputs", inputs)
         given, judged = _wanting_gradients(cast(inputs, torch.float32)), judged_in(reference)
@@ -140,6 +141,7 @@ def _message(opening: str, failed: Finding, examination: Examination) -> str:
         lines.append(f"Where: {failed.place.pass_} of {failed.place.named or 'the module itself'}")
     if e.measured is not None:
         allowed = f" (up to {e.threshold:.3g} allowed)" if e.threshold is not None else ""
-        lines.append(f"Measured: {e.measured:.3g}{allowed}, by the probe {e.probe!r}")
+        measured = f"Measured: {e.measured:.3g}{allowed}" if e.measured < BEYOND else "Beyond measure"
+        lines.append(f"{measured}, by the probe {e.probe!r}")
     known = [f"  {f.evidence.probe}: {f.evidence.reading}" for f in examination.findings if f is not failed]
     return "\n".join([*lines, *(["Before that:", *known] if known else [])])

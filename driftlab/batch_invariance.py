@@ -15,6 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from driftlab.process import settled
+from driftlab.refusing import whole_number
+from driftlab.words import DiagnoseError
 
 # What may stand among the outputs beside tensors.
 PLAIN = (str, bool, int, float, type(None))
@@ -57,7 +59,7 @@ class BatchInvariant(nn.Module):
         if not isinstance(output, Tensor):
             return output
         if output.dim() == 0 or output.shape[0] != self.chunk:
-            raise ValueError(
+            raise DiagnoseError(
                 f"batch_invariant: an output of shape {tuple(output.shape)} has no row for each of the "
                 f"{self.chunk} inputs; wrap the part of the network before the rows are joined"
             )
@@ -83,24 +85,25 @@ def batch_invariant(module: nn.Module, chunk: int = 8) -> BatchInvariant:
         chunk: rows of a chunk. Large ones are cheaper for large batches, small ones for small batches.
 
     Raises:
-        ValueError: ``chunk`` is below 1; the module is in train mode, or has a norm that takes its statistics
-            from the batch. Also when called: inputs of different lengths, an output without rows, an output
-            that is no tensor and not the same for each chunk.
+        DiagnoseError: a ValueError: ``chunk`` is below 1; ``module`` is no module, is in train mode, or has a
+            norm that takes its statistics from the batch. Also when called: inputs of different lengths, an
+            output without rows, an output that is no tensor and not the same for each chunk.
     """
-    if not isinstance(chunk, int) or isinstance(chunk, bool) or chunk < 1:
-        raise ValueError(f"batch_invariant: chunk={chunk!r} must be a whole number of rows, 1 or more")
+    if not isinstance(module, nn.Module):
+        raise DiagnoseError(f"batch_invariant: module is a {type(module).__name__}: give a torch.nn.Module")
+    chunk = whole_number("batch_invariant: chunk", chunk, 1)
     _refuse_interacting_rows(module)
     return BatchInvariant(module, chunk)
 
 
 def _refuse_interacting_rows(module: nn.Module) -> None:
     if module.training:
-        raise ValueError(
+        raise DiagnoseError(
             "batch_invariant: the module is in train mode, where rows may interact; call module.eval()"
         )
     for name, part in module.named_modules():
         if isinstance(part, _BatchNorm) and (part.training or part.running_mean is None):
-            raise ValueError(
+            raise DiagnoseError(
                 f"batch_invariant: {name or 'the module'} ({type(part).__name__}) takes its statistics from "
                 "the batch, so that rows interact; put it in eval mode with track_running_stats=True"
             )
@@ -114,7 +117,7 @@ def _batch_size(leaves: list[Any]) -> int:
     lengths = sorted({t.shape[0] for t in leaves if _is_batched(t)})
     if len(lengths) != 1:
         found = "have no rows" if not lengths else f"have {' and '.join(map(str, lengths))} rows"
-        raise ValueError(f"batch_invariant: the inputs {found}; give tensors [rows, ...] of one length")
+        raise DiagnoseError(f"batch_invariant: the inputs {found}; give tensors [rows, ...] of one length")
     return lengths[0]
 
 
@@ -133,7 +136,7 @@ def _joined(pieces: tuple[Any, ...]) -> object:
     if isinstance(first, Tensor):
         return torch.cat(pieces)
     if not isinstance(first, PLAIN) or any(piece != first for piece in pieces):
-        raise ValueError(
+        raise DiagnoseError(
             f"batch_invariant: an output of type {type(first).__name__} cannot be joined from chunks; return "
             "tensors, or tuples, lists and dicts of them"
         )

@@ -69,7 +69,7 @@ def is_ours(error: BaseException) -> bool:
     return False
 
 
-def not_ours(error: Exception) -> None:
+def not_ours(error: BaseException) -> None:
     """For whoever takes any error of a stranger's code for an answer: raises a mistake of our own again."""
     if isinstance(error, _MISTAKES) and is_ours(error):
         raise error

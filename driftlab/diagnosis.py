@@ -152,12 +152,14 @@ def diagnose(
         DiagnoseError: a network does not run on the batches, an argument is not what it should be.
     """
 
-    with torch.inference_mode(False), torch.enable_grad(), told("diagnose stops", memory=True):
+    with torch.inference_mode(False), torch.enable_grad(), told("diagnose stops", outermost=True):
         mine, other, found = the_pair(reference, candidate, fold)
         of_module = stepping("optimizer", optimizer, nn.Module.parameters)
         by = (
             of_module if candidate_optimizer is None else stepping("candidate_optimizer", candidate_optimizer)
         )
+        if not isinstance(trains, bool):
+            raise DiagnoseError(f"trains is a {type(trains).__name__}: give True or False")
         return of_pair(
             (mine, other, found),
             batches,
@@ -196,7 +198,8 @@ def of_pair(
     mine, other, fold = both
     steps = the_steps(steps, mine, other)
     kept = the_batches(batches, steps)
-    by[0](mine), by[1](other)
+    if trains:  # what cannot be made is refused here; without a training none is made at all
+        by[0](mine), by[1](other)
     called, by_hand = calling(mine, kept[0][0]), mapped(other, outputs)
     pair = Pair(mine, other, fold, _own(loss), *by, called, the_seed(seed), judged, by_hand)
     try:

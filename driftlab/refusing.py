@@ -12,13 +12,14 @@ from driftlab.words import DiagnoseError
 
 
 @contextmanager
-def told(doing: str, memory: bool = False) -> Iterator[None]:
+def told(doing: str, outermost: bool = False) -> Iterator[None]:
     """What is raised inside becomes a line: ``doing``, the error, file and line of the user's code.
 
-    ``sys.exit`` too, which would end the user's program as if nothing had happened.
+    ``sys.exit`` too, which would end the user's program as if nothing had happened. Ctrl-C goes through.
 
     Args:
-        memory: whether a lack of memory is told too; by who can do with less it wants to be known as such.
+        outermost: of the call that the user made, whether a lack of memory is told too, which further in is
+            for who can do with less, and a BaseException of anybody's, which may be a signal's to who trains.
 
     Raises:
         DiagnoseError: in place of any error but a mistake of driftlab's own.
@@ -29,9 +30,11 @@ def told(doing: str, memory: bool = False) -> Iterator[None]:
         raise
     except SystemExit as error:
         raise DiagnoseError(f"{doing}: {described(error)}, a call of sys.exit") from error
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         not_ours(error)
-        if is_out_of_memory(error) and not memory:
+        if not outermost and (is_out_of_memory(error) or not isinstance(error, Exception)):
             raise
         raise DiagnoseError(f"{doing}: {described(error, 200)}") from error
 

@@ -16,3 +16,5 @@ HALFWAY_BITS = 2.0**6.5
 # Below this float64 distance a rounding error does not reach a kink by chance: fewer than 1e8
 # pre-activations, at most about one unit of density each, make less than one flip in a hundred steps.
 NO_KINK_IN_REACH = 1e-10
+# Stands for an infinite excess, where a report needs a number.
+BEYOND = 1e300

@@ -187,7 +187,7 @@ class Watch:
     @measuring()
     def _look(self, step: int) -> Diagnosis:
         """The diagnosis of a pair that begins where the training is."""
-        with torch.inference_mode(False), torch.enable_grad(), told("watching stops", memory=True):
+        with torch.inference_mode(False), torch.enable_grad(), told("watching stops", outermost=True):
             both = the_pair(self.model, self.candidate, self.fold)
             carried = Carried(self.optimizer, self.model, *both[1:])
             by, judged = (carried.of_reference, carried.of_candidate), judged_in(self.model)

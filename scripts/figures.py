@@ -13,12 +13,14 @@ from driftlab.record.seed_record import RecordError  # noqa: E402
 from driftlab.report.paper import WIDTHS, read_run, write_curves  # noqa: E402
 from suite.command.errors import ConfigurationError, one_line  # noqa: E402
 from suite.reading.judging import check_no_links  # noqa: E402
+from suite.reading.stored import read_settings, read_strangers  # noqa: E402
 
 
 def main() -> int:
     arguments = _arguments()
     try:
-        records = read_run(arguments.run)
+        read_settings(arguments.run)  # a folder without them is no run's
+        records = read_run(arguments.run, read_strangers)
         if arguments.out is None:
             check_no_links(arguments.run / "figures")
         curves = write_curves(records, arguments.out or arguments.run / "figures", arguments.width)

@@ -55,6 +55,8 @@ class Difference:
             both; None where that was not asked.
         numbers: how many it holds.
         control: ‖reference moved by one unit in the last place - reference‖ in float64; 0 where not measured.
+        reshaped: whether the candidate's has another shape.
+        less_finite: whether the candidate's has NaN or inf where the reference's has a number.
         nature: what it is if it is beyond rounding, where shadow execution could not say that.
     """
 
@@ -69,6 +71,8 @@ class Difference:
     own_change: float | None = None
     numbers: int = 0
     control: float = 0.0
+    reshaped: bool = False
+    less_finite: bool = False
     nature: Nature | None = None
 
     def excess(self, arithmetic: str) -> float:
@@ -76,7 +80,7 @@ class Difference:
 
         Of float64 and of shadow execution; ``lost`` is what there is of float32.
         """
-        if self.reshaped:
+        if self.immeasurable:
             return math.inf
         if math.isinf(max(self.errors.values(), default=0.0)) and not self.overflows:
             return 0.0  # beyond what float32 can hold in both: nothing to hold it against
@@ -135,11 +139,11 @@ class Difference:
     @property
     def overflows(self) -> bool:
         """NaN or inf in the candidate's float32 alone."""
-        return not self.reshaped and self.errors.get("candidate") == math.inf > self.errors["reference"]
+        return not self.immeasurable and self.errors.get("candidate") == math.inf > self.errors["reference"]
 
     @property
-    def reshaped(self) -> bool:
-        """The candidate's has another shape."""
+    def immeasurable(self) -> bool:
+        """No arithmetic says how far the two are apart: other shapes, or NaN and inf in one alone."""
         return all(math.isinf(a) for a in self.apart.values())
 
     @property

@@ -43,7 +43,7 @@ class Opaque:
         return [replace(d, nature=natures.get((d.pass_, d.name))) for d in found]
 
     def _beyond(self, d: Difference) -> bool:
-        if d.overflows or d.reshaped:
+        if d.overflows or d.immeasurable:
             return False
         return d.lost > HALFWAY_BITS if self.arithmetic == "float32" else d.excess(self.arithmetic) > 1
 

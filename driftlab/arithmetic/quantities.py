@@ -47,10 +47,12 @@ def differences(
 
 
 def _difference(pass_: str, name: str, truth: Tensor, pairs: dict, known: bool) -> Difference:
-    apart, same = {}, True
+    apart, same, reshaped, less_finite = {}, True, False, False
     for arithmetic, (mine, theirs) in pairs.items():
         a, b = mine[name], theirs[name]
         apart[arithmetic] = distance(b, a)
+        reshaped = reshaped or a.shape != b.shape
+        less_finite = less_finite or (not reshaped and bool((a.isfinite() & ~b.isfinite()).any()))
         if not arithmetic.startswith("shadow"):
             same = same and same_values(a, b)
     errors = {}
@@ -70,6 +72,8 @@ def _difference(pass_: str, name: str, truth: Tensor, pairs: dict, known: bool) 
         finite=finite,
         own_change=change,
         numbers=truth.numel(),
+        reshaped=reshaped,
+        less_finite=less_finite,
     )
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from driftlab.arguments import the_seed
+from driftlab.arguments import check_tensors, the_seed
+from driftlab.blame import described, theirs
 from driftlab.finite.decision import Outcome, Result, decided
 from driftlab.finite.differences import Difference
 from driftlab.finite.point import Loss, Point
@@ -19,7 +20,7 @@ from driftlab.finite.suspect import Suspect
 from driftlab.finite.wording import seen
 from driftlab.network.calling import calling, copied, own_batch, seed_random_layers
 from driftlab.process import measuring
-from driftlab.refusing import whole_number
+from driftlab.refusing import told, whole_number
 from driftlab.words import DiagnoseError
 
 DIRECTIONS = 3
@@ -54,11 +55,16 @@ class GradientCheck:
         return f"gradient check: {self.outcome}. {self.reading}"
 
 
+def a_random_sum(outputs: Any) -> Tensor:
+    """Stands for a sum of all outputs with random weights, which ``gradient_check`` draws by its seed."""
+    raise DiagnoseError("a_random_sum is for gradient_check alone, which draws it")
+
+
 @measuring()
 def gradient_check(
     module: nn.Module | Callable[..., Any],
     inputs: object,
-    loss: Callable[[Any], Tensor] | None = None,
+    loss: Callable[[Any], Tensor] = a_random_sum,
     *,
     directions: int = DIRECTIONS,
     seed: int = 0,
@@ -82,19 +88,25 @@ def gradient_check(
     Args:
         module: a network, or a function of tensors. It is checked in the mode that it is in.
         inputs: a tensor, or a tuple or dict of arguments.
-        loss: of the outputs, one number; a random sum of them where None.
+        loss: of the outputs, one number; a random sum of them where it is left out.
         directions: how many.
         seed: of the directions and of random layers.
 
     Raises:
-        DiagnoseError: the network or its loss does not run in float64, or there is nothing to check.
+        DiagnoseError: the network or its loss does not run in float64, or there is nothing to check; in one
+            line, with the file and line of the code that raised.
     """
     began = time.perf_counter()
     directions, seed = whole_number("directions", directions, 2), the_seed(seed)
     network = module if isinstance(module, nn.Module) else _Function(module)
-    loss = loss or _random_sum(seed)
+    if not callable(loss):
+        raise DiagnoseError(
+            f"loss is a {type(loss).__name__}: give a function of the outputs, or leave it out"
+        )
+    loss = _random_sum(seed) if loss is a_random_sum else loss
+    check_tensors("inputs", inputs)
     # a check under no_grad or inference_mode is a check all the same
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), told("gradient_check stops", outermost=True):
         point = _running(lambda: Point(network, inputs, loss, seed), network is not module)
         gradient = _gradient(point, network, inputs, loss, seed)
         if isinstance(gradient, str):
@@ -134,7 +146,7 @@ def _running(make: Callable[[], Point], closes_over: bool) -> Point:
     except Exception as error:  # whatever a stranger's forward raises
         hint = "; a network that a function closes over stays in its dtype: hand over the network itself"
         raise DiagnoseError(
-            f"it does not run in float64: {_one_line(error)}{hint if closes_over else ''}"
+            f"it does not run in float64: {described(error, 200)}{hint if closes_over else ''}"
         ) from error
     if loss - loss:  # inf or NaN
         raise DiagnoseError(f"the loss is {loss} at the point to be checked: start from a finite one")
@@ -156,10 +168,10 @@ def _gradient(
     except Exception as error:
         if _runs_in_float32(network, inputs, loss, seed):
             raise DiagnoseError(
-                f"its backward pass does not run in float64 ({_one_line(error)}): let targets and constants "
-                "follow the dtype of the outputs"
+                f"its backward pass does not run in float64 ({described(error, 200)}): let targets and "
+                "constants follow the dtype of the outputs"
             ) from error
-        return f"the backward pass raises {_one_line(error)}"
+        return f"the backward pass raises {described(error, 200)}"
     bad = [n for n, g in gradient.items() if not bool(g.isfinite().all())]
     return f"autograd's gradient of {bad[0]} is not finite, and the loss is" if bad else gradient
 
@@ -172,11 +184,7 @@ def _runs_in_float32(network: nn.Module, inputs: object, loss: Loss, seed: int) 
     own = pytree.tree_map_only(Tensor, lambda t: t.clone(), own)  # it may write into them
     seed_random_layers(seed)
     try:
-        torch.autograd.grad(loss(calling(twin, own)(twin, own)), leaves, allow_unused=True)
+        torch.autograd.grad(theirs(loss, calling(twin, own)(twin, own)), leaves, allow_unused=True)
     except Exception:  # whatever a stranger's backward raises
         return False
     return True
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

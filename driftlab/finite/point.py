@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.kinks import KinkSides, kink_sides
+from driftlab.blame import described, theirs
 from driftlab.finite.narrow import narrow_dtype, nodes
 from driftlab.finite.widening import input_leaves, widened_copy
 from driftlab.fold.layout import gradient_of
@@ -100,7 +101,7 @@ class Point:
         try:
             loss = self._forward()
         except Exception as error:  # a domain that ends beside the point
-            self.complaint = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+            self.complaint = described(error)
             return math.nan, moved, None
         return loss.item(), moved, kink_sides(loss)
 
@@ -149,7 +150,7 @@ class Point:
         # copies, since a network may write into what it is given, which no leaf allows
         inputs = pytree.tree_map_only(Tensor, lambda t: t.clone(), self.inputs)
         with eager():
-            return one_number(self.loss(self.call(self.module, inputs)))
+            return one_number(theirs(self.loss, self.call(self.module, inputs)))
 
 
 def _owned(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:

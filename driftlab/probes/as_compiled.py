@@ -12,7 +12,7 @@ from driftlab.arithmetic.recording import record
 from driftlab.network.compiled import compiled_parts, eager
 from driftlab.probes.examination import Examination
 from driftlab.probes.probe import Probe
-from driftlab.rounding import HALFWAY, HALFWAY_BITS
+from driftlab.rounding import BEYOND, HALFWAY, HALFWAY_BITS
 from driftlab.words import AS_COMPILED, Finding, Place, Status, Verdict
 
 
@@ -37,7 +37,7 @@ def _answer(found: Examination, role: str) -> Finding:
     if not compiled.known:
         return _unknown(compiled, role)
     wrong, narrow = compiled.comparison.wrong(), compiled.narrow()
-    if any(d.overflows or d.reshaped for d in wrong):
+    if any(d.overflows or d.immeasurable for d in wrong):
         return _accused(found, role, compiled, wrong[0], Nature.ANOTHER_FUNCTION, "float32")
     if wrong and _shows(wrong[0], narrow):
         return _accused(found, role, compiled, wrong[0], compiled.nature(wrong[0], "float64"), "float64")
@@ -79,7 +79,7 @@ def _unknown(compiled: Compiled, role: str) -> Finding:
 def _accused(
     found: Examination, role: str, compiled: Compiled, d: Difference, nature: Nature, arithmetic: str
 ) -> Finding:
-    lost = min(d.lost, 1e300)
+    lost = min(d.lost, BEYOND)
     if nature is Nature.PASSING:
         says = f"its error is {lost:.2g} times that as written, on these inputs and not on ones nearby"
         return PROBE.finding(lost, Verdict.ROUND_OFF, f"{says}: rounding at a kink", role=f"the {role}")
@@ -94,7 +94,7 @@ def _accused(
         return PROBE.finding(lost, Verdict.REDUCED_PRECISION, says, place, role=f"the {role}")
     says = f"{off}, in {arithmetic}, and as far off nearby: another function"
     if arithmetic == "float64":
-        excess = min(d.excess("float64"), 1e300) * HALFWAY
+        excess = min(d.excess("float64"), BEYOND) * HALFWAY
         return PROBE.finding(excess, Verdict.BUG, says, place, threshold=HALFWAY, role=f"the {role}")
     return PROBE.finding(lost, Verdict.BUG, says, place, role=f"the {role}")
 

@@ -19,7 +19,7 @@ from driftlab.probes.examination import Examination
 from driftlab.probes.placing import owner, placed
 from driftlab.probes.probe import Probe
 from driftlab.probes.random_streams import drawn_otherwise
-from driftlab.rounding import HALFWAY, HALFWAY_BITS
+from driftlab.rounding import BEYOND, HALFWAY, HALFWAY_BITS
 from driftlab.words import FEWER_SAMPLES, FUNCTION, Finding, Place, Verdict
 
 # A parameter without a gradient (a bias that the next norm takes away) is not missed.
@@ -52,7 +52,7 @@ def ask(found: Examination) -> Iterator[Finding]:
     arrives = bool(module) and located is None and place.module == module
     # found on some samples of the batch alone: this training may come to it later
     on_few = not wrong and not found.local.wrong(module)
-    excess = min(_excess_of(difference, network), 1e300) * HALFWAY
+    excess = min(_excess_of(difference, network), BEYOND) * HALFWAY
     says = _arrives(difference, found.local.right(module)) if arrives else _wrong(difference, network)
     says += _IN_EVALUATION if _same_in_evaluation(found) else ""
     accused = PROBE.finding(excess, Verdict.BUG, says, place)
@@ -129,13 +129,13 @@ def _chaotic(found: Examination, d: Difference) -> Finding:
     says = f"{own} {d.pass_}: chaotic, so that these inputs tell nothing"
     for told in (t for t in (shorter, smaller) if t):
         if wrong := told.comparison.wrong():
-            excess = min(_excess_of(wrong[0], told.comparison), 1e300) * HALFWAY
+            excess = min(_excess_of(wrong[0], told.comparison), BEYOND) * HALFWAY
             off = f"{says}; {told.of} they are {wrong[0].relative:.2g} (relative) off"
             if told is shorter:
                 return PROBE.finding(excess, Verdict.BUG, f"{{place}}: {off}", Place("", wrong[0].pass_, 0))
             return PROBE.finding(excess, None, f"{off}: a fault further on, or weights that must not shrink")
     if shorter is None or smaller is None:
-        excess = min(_excess_of(replace(d, control=0.0), found.network), 1e300) * HALFWAY
+        excess = min(_excess_of(replace(d, control=0.0), found.network), BEYOND) * HALFWAY
         return PROBE.finding(excess, None, f"{says}, nor do shorter ones or smaller weights")
     worst = max(_excess_of(e, t.comparison) for t in (shorter, smaller) for e in t.comparison.differences)
     return PROBE.finding(
@@ -150,6 +150,10 @@ def _wrong(difference: Difference, network: Comparison) -> str:
     named = f" ({difference.name})" if difference.pass_ != "input gradient" and difference.name else ""
     if difference.reshaped:
         return f"{{place}}{named}: the candidate's has another shape"
+    if difference.immeasurable and difference.less_finite:
+        return f"{{place}}{named}: the candidate's is not finite where the reference's is"
+    if difference.immeasurable:
+        return f"{{place}}{named}: where one of the two holds NaN or inf, the other holds something else"
     if difference.overflows:
         return f"{{place}}{named}: the candidate's float32 is not finite where the reference's is"
     if network.in_float32_alone:

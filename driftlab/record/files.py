@@ -1,7 +1,8 @@
 """Files written whole or not at all, and read back with care: they may be damaged, or a stranger's.
 
 What is read is a regular file of a sane size, never a pipe or a device. Links are followed: people keep large
-runs elsewhere. What is written replaces a link, and never goes through it.
+runs elsewhere; who reads a stranger's run looks for them first (``suite.reading``). What is written replaces
+a link, and never goes through it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,13 +68,13 @@ class Curves:
     caption: str
 
 
-def read_run(run: Path) -> list[SeedRecord]:
-    """The finished seeds of a run's folder.
+def read_run(run: Path, read: Callable[[Path, int], SeedRecord | None] = read_seed) -> list[SeedRecord]:
+    """The finished seeds of a run's folder, each read by ``read``.
 
     Raises:
         RecordError: there is none, none of them was trained, or one is damaged.
     """
-    records = [r for seed in finished_seeds(run) if (r := read_seed(run, seed)) is not None]
+    records = [r for seed in finished_seeds(run) if (r := read(run, seed)) is not None]
     if not records:
         raise RecordError(f"{run} holds no finished seed: give a folder results/runs/<experiment>/<digest>")
     if not any(record.curves for record in records):

@@ -23,6 +23,9 @@ from suite.data.images import DataError
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
 
+# An experiment's: a folder of this name is made, and others beside it begin with a dot.
+FOLDER_NAME = r"[^./\\~\s][^/\\]{,99}"
+
 # Hydra's own.
 OPTIONS = (
     *("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "-r", "--package", "-p"),

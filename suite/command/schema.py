@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from driftlab.lockstep.arm import DTYPES, ROLES
 from driftlab.words import Verdict
-from suite.command.command_line import choices
+from suite.command.command_line import FOLDER_NAME, choices
 from suite.command.seeds import LARGEST
 
 # No count is larger: at a millisecond each (a small network on a GPU) so many steps take twelve days.
@@ -100,10 +100,7 @@ Threads = Annotated[
 Workers = Annotated[
     whole(1, MOST_THREADS) | Literal["auto"], Must(f"must be auto or a whole number from 1 to {MOST_THREADS}")
 ]
-# a folder of this name is made, and others beside it begin with a dot
-Name = text(
-    r"[^./\\~\s][^/\\]{,99}", "must be the name of one folder: letters, digits, _ and -, at most 100 of them"
-)
+Name = text(FOLDER_NAME, "must be the name of one folder: letters, digits, _ and -, at most 100 of them")
 Folder = text(r"[^~](?s:.)*", "must be a folder: write its path, and for ~ write $HOME")
 Function = text(r"\w+(\.\w+)+", "is no function: write package.module.function")
 

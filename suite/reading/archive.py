@@ -76,7 +76,7 @@ def judge_again(folder: Path, say: Callable[[str], None], *, ran_here: bool = Fa
     Raises:
         ConfigurationError: its settings cannot be read, or none of its finished seeds.
     """
-    judged = read_judged(folder, say)
+    judged = read_judged(folder, say, ran_here=ran_here)
     if judged is None:
         return None
     judged = replace(judged, ran_here=ran_here)
@@ -84,13 +84,13 @@ def judge_again(folder: Path, say: Callable[[str], None], *, ran_here: bool = Fa
     return judged
 
 
-def read_judged(folder: Path, say: Callable[[str], None]) -> Judged | None:
-    """An experiment, judged; nothing is written. Raises as ``judge_again`` does."""
+def read_judged(folder: Path, say: Callable[[str], None], *, ran_here: bool = False) -> Judged | None:
+    """An experiment, judged; nothing is written. Arguments and errors as of ``judge_again``."""
     settings = read_settings(folder)
     question = _question(folder, str(settings.get("kind", "training")))
     if not any(folder.glob("seed=*/run.json")):
         return None
-    digest, records = _of_one_experiment(folder, finished(folder, say), say)
+    digest, records = _of_one_experiment(folder, _finished(folder, say, ran_here), say)
     if question is None:
         return judge(folder, settings, digest, records, None)
     return _answered(folder, settings, digest, records, question, say)
@@ -104,12 +104,22 @@ def _question(folder: Path, kind: str) -> Question | None:
         raise ConfigurationError(f"{folder / SETTINGS}: {error}") from None
 
 
+def _finished(folder: Path, say: Callable[[str], None], ran_here: bool) -> list[SeedRecord]:
+    """Those that can be read, and a line of each other; where none can, the first of these is the reason."""
+    left_out: list[str] = []
+    records = finished(folder, left_out.append, ran_here=ran_here)
+    if not records:
+        why = left_out[0].partition(": ")[2] if left_out else "run its command again"
+        raise ConfigurationError(f"{folder} holds no finished seed that can be read: {why}")
+    for line in left_out:
+        say(line)
+    return records
+
+
 def _of_one_experiment(
     folder: Path, records: list[SeedRecord], say: Callable[[str], None]
 ) -> tuple[str, list[SeedRecord]]:
     """Those of one digest: the folder's name where a seed has it, else that of most seeds."""
-    if not records:
-        raise ConfigurationError(f"{folder} holds no finished seed that can be read: run its command again")
     digests = Counter(r.run["digest"] for r in records)
     digest = folder.name if folder.name in digests else digests.most_common(1)[0][0]
     for record in records:

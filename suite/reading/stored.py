@@ -10,10 +10,11 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from driftlab.record.files import RecordError, read_text
+from driftlab.record.files import RecordError, read_text, readable
 from driftlab.record.json_files import DEEPEST, read_json
 from driftlab.record.seed_record import SeedRecord, finished_seeds, read_seed, seed_folder
 from driftlab.words import Finding, Verdict
+from suite.command.command_line import FOLDER_NAME
 from suite.command.errors import ConfigurationError, one_line
 
 SETTINGS = "experiment.yaml"
@@ -49,13 +50,14 @@ def read_settings(folder: Path) -> DictConfig:
     """``experiment.yaml``: values alone.
 
     An interpolation would read this machine's environment, an alias can grow without end; neither stands in a
-    file that was written by a run.
+    file that was written by a run. A run writes the file itself, and never through a link.
 
     Raises:
-        ConfigurationError: it is missing, no YAML, holds more than values, or lacks its name or kind.
+        ConfigurationError: it is missing, a link, no YAML, holds more than values; its name is no folder's.
     """
     path = folder / SETTINGS
     try:
+        _check_no_link(path)
         text = read_text(path, LARGEST_SETTINGS)
         _check_events(path, yaml.parse(text, _YAML))
         settings = OmegaConf.create(text)
@@ -68,6 +70,9 @@ def read_settings(folder: Path) -> DictConfig:
         raise ConfigurationError(f"{path} cannot be read: {one_line(error)}") from None
     if not isinstance(values, dict) or not isinstance(values.get("name"), str):
         raise ConfigurationError(f"{path} is no experiment: it has no name")
+    if not re.fullmatch(FOLDER_NAME, values["name"]):
+        name = values["name"][:100]
+        raise ConfigurationError(f"{path}: name={name!r} is no folder's name: write letters, digits, _ and -")
     return _with_defaults(settings, path)
 
 
@@ -101,15 +106,34 @@ def _with_defaults(settings: DictConfig, path: Path) -> DictConfig:
     return settings
 
 
-def finished(folder: Path, say: Callable[[str], None]) -> list[SeedRecord]:
-    """The finished seeds of an experiment; one that is damaged is left out, and that is said."""
-    records = []
+def finished(folder: Path, say: Callable[[str], None], *, ran_here: bool = False) -> list[SeedRecord]:
+    """The finished seeds of an experiment; one that is damaged is left out, and that is said.
+
+    Args:
+        ran_here: whether they are this command's own, whose owner may keep some of them elsewhere, by a link.
+    """
+    read, records = read_checked if ran_here else read_strangers, []
     for seed in finished_seeds(folder):
         try:
-            records.append(read_checked(folder, seed))
+            records.append(read(folder, seed))
         except RecordError as error:
             say(f"left out of the verdict: {error}")
     return [r for r in records if r is not None]
+
+
+def read_strangers(folder: Path, seed: int) -> SeedRecord | None:
+    """As ``read_checked``, of a folder that somebody else may have made. Raises RecordError of any link."""
+    home = seed_folder(folder, seed)
+    with readable(home):
+        for place in (home, *home.iterdir()):
+            _check_no_link(place)
+    return read_checked(folder, seed)
+
+
+def _check_no_link(place: Path) -> None:
+    """A stranger's link may lead to any file of this machine. Raises RecordError."""
+    if place.is_symlink():
+        raise RecordError(f"{place} is a link: put the file or folder itself in its place")
 
 
 def read_checked(folder: Path, seed: int) -> SeedRecord | None:

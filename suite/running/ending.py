@@ -38,7 +38,7 @@ def end(experiment: Experiment, seeds: Sequence[int], question: Question | None 
     if in_sweep():
         return jobs.Ran(str(folder), None)
     with alone(settings, folder):
-        records = finished(folder, terminal.say)
+        records = finished(folder, terminal.say, ran_here=True)
         if gone := sorted(set(seeds) - {record.seed for record in records}):
             which = f"seed{'s' * (len(gone) > 1)} {format_seeds(gone)}"
             raise Unfinished(f"{folder} no longer holds {which}, finished before: the same command goes on")

@@ -43,6 +43,22 @@ def leaving(*args, **options):
     sys.exit(0)
 
 
+class Mine(BaseException):
+    """No ``Exception``."""
+
+
+def mine(*args, **options):
+    raise Mine("mine")
+
+
+def closing(*args, **options):
+    raise GeneratorExit
+
+
+def not_a_number(body, x):
+    return body(x) * float("nan")
+
+
 def broken_stream():
     yield batches()[0]
     raise OSError("the disk is gone")
@@ -193,6 +209,7 @@ REFUSED = {
         (lambda: nn.Linear, "reference is a type"),
         (lambda: Around(raising), r"KeyError: 'several.*lines' \(driftlab/hostile.py:\d+\)"),
         (lambda: Around(leaving), "sys.exit"),
+        (lambda: Around(mine), r"diagnose stops: Mine: mine \(driftlab/hostile.py:\d+\)"),
         (lambda: Around(lambda body, x: (body(x),)), "not tuple"),
         (lambda: network().requires_grad_(False), "everything is detached"),
         (lambda: network().to("meta"), "meta device"),
@@ -209,6 +226,9 @@ REFUSED = {
         (lambda: nn.Linear, "candidate.model. raised: TypeError"),
         (lambda: raising, r"raised: KeyError: 'several.*lines' \(driftlab/hostile.py:\d+\)"),
         (lambda: leaving, "sys.exit"),
+        (lambda: mine, r"diagnose stops: Mine: mine \(driftlab/hostile.py:\d+\)"),
+        (lambda: closing, r"diagnose stops: GeneratorExit \(driftlab/hostile.py:\d+\)"),
+        (lambda: Around(closing), r"diagnose stops: GeneratorExit \(driftlab/hostile.py:\d+\)"),
         (lambda: lambda model: None, "returned a NoneType"),
         (lambda: network().to("meta"), "candidate: 0.weight lies on the meta device"),
         (lambda: Around(raising), r"driftlab/hostile.py:\d+"),
@@ -223,6 +243,7 @@ REFUSED = {
         (lambda: [], "batches holds none"),
         (broken_stream, r"batches raised: OSError: the disk is gone \(driftlab/hostile.py:\d+\)"),
         (lambda: (raising() for _ in range(2)), "batches raised: KeyError"),
+        (lambda: (mine() for _ in range(2)), r"Mine: mine \(driftlab/hostile.py:\d+\)"),
         (lambda: batches()[0], "batches holds a Tensor of 8"),
         (lambda: ["ab"], "batches holds a str of 2"),
         (lambda: [{"x": 1, "y": 2}], "batches holds a dict of 2"),
@@ -271,6 +292,7 @@ REFUSED = {
         (lambda: 10**9, "steps=1000000000: what is kept of so many would take .* give at most steps="),
     ],
     "seed": [*((lambda seed=seed: seed, "seed=") for seed in (-1, 0.5, "0", None, 2**32, 2**70))],
+    "trains": [*((lambda trains=trains: trains, "trains is a") for trains in (3, None, "no"))],
     "threads": [*((lambda threads=threads: threads, "threads=") for threads in (0, "2", 1.5))],
     "fold": [
         (lambda: 3, "fold is a int"),
@@ -327,6 +349,22 @@ ASSERTED = {
     ),
     "it raises": ({"candidate": lambda: Around(raising)}, "DiagnoseError", r"driftlab/hostile.py:\d+"),
     "it leaves": ({"candidate": lambda: Around(leaving)}, "DiagnoseError", "sys.exit"),
+    "an error of its own": (
+        {"candidate": lambda: Around(mine)},
+        "DiagnoseError",
+        r"Mine: mine \(driftlab/ho",
+    ),
+    "a generator's end": ({"candidate": lambda: closing}, "DiagnoseError", r"GeneratorExit \(driftlab/ho"),
+    "NaN in the candidate": (
+        {"candidate": lambda: with_weight(float("nan"))},
+        "AssertionError",
+        r"candidate's is not finite where the reference's is\n(.*\n)*Beyond measure",
+    ),
+    "a NaN that both have": (
+        {"reference": lambda: Around(lambda body, x: body(x) / 0), "candidate": lambda: Around(not_a_number)},
+        "AssertionError",
+        "where one of the two holds NaN or inf, the other holds something else",
+    ),
     "a fold": ({"fold": lambda: 3}, "DiagnoseError", "fold is a int"),
     "a seed": ({"seed": lambda: "0"}, "DiagnoseError", "seed='0'"),
     "itself": ({"reference": lambda: Itself(5, 3)}, "DiagnoseError", "cannot be copied"),

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from driftlab import DiagnoseError
 from driftlab.batch_invariance import batch_invariant
 
 torch.set_num_threads(1)
@@ -166,8 +167,10 @@ def norm_left_training():
             lambda: batch_invariant(bare_norm().eval()),
             r"0 \(BatchNorm2d\) takes its statistics from the batch",
         ),
-        (lambda: batch_invariant(network(), 0), "chunk=0 must be a whole number of rows, 1 or more"),
-        (lambda: batch_invariant(network(), True), "chunk=True must be a whole number"),
+        (lambda: batch_invariant(network(), 0), "chunk=0: give a whole number, 1 or more"),
+        (lambda: batch_invariant(network(), "a"), "chunk='a': give a whole number, 1 or more"),
+        (lambda: batch_invariant(None), "module is a NoneType: give a torch.nn.Module"),
+        (lambda: batch_invariant(network(), True), "chunk=True: give a whole number"),
         (lambda: batch_invariant(Total().eval(), 2)(torch.rand(4, 3)), "has no row for each of the 2 inputs"),
         (
             lambda: batch_invariant(Told(lambda x: x.numpy()).eval(), 2)(torch.rand(4, 3)),
@@ -182,7 +185,7 @@ def norm_left_training():
     ],
 )
 def test_refuses(make, message):
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(DiagnoseError, match=message) as error:
         make()
     assert "\n" not in str(error.value)
 

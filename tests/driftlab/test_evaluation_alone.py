@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from driftlab import Verdict, diagnose
+from tests.driftlab.hostile import quantised
 
 
 def network():
@@ -60,3 +61,11 @@ def test_a_wrong_one_is_a_bug_on_whichever_batch_it_shows(change):
     second[0][0, 0, 0, 0] = 30.0
     found = diagnose(network(), Clamped, [first, second], trains=False)
     assert found.verdict is Verdict.BUG
+
+
+@pytest.mark.filterwarnings("ignore")  # torch says that it will move quantisation
+def test_what_has_nothing_to_train_needs_no_optimizer():
+    linear = nn.Linear(32, 10).eval()
+    batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 10
+    found = diagnose(nn.Sequential(linear), quantised, [batch], trains=False)
+    assert found.verdict is Verdict.REDUCED_PRECISION

@@ -90,6 +90,16 @@ def test_an_assertion_holds_fails_or_says_why_it_cannot_be_asked(name):
     assert re.search(says, str(found)), found
 
 
+def interrupted(*args):
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_goes_through():
+    for call, usual in ((diagnose, USUAL), (assert_equivalent, ONE_INPUT)):
+        with pytest.raises(KeyboardInterrupt):
+            around(call, usual | {"candidate": lambda: interrupted})
+
+
 def test_of_an_endless_stream_no_more_is_drawn_than_memory_holds():
     assert "give at most steps=" in line(
         around(diagnose, USUAL | {"batches": endless, "steps": lambda: 10**12})

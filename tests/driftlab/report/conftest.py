@@ -67,8 +67,8 @@ def run(seed, roles, horizons, blown):
         return outcome | {"horizon": horizons[dtype], "against": against(role, dtype, horizons)}
 
     return {
-        "schema": records.SCHEMA,
-        "seed": seed,
+        **{"schema": records.SCHEMA, "seed": seed, "digest": "0123456789"},
+        **{"command": "python train.py", "dataset": {}},
         "arms": {f"{role}.{dtype}": arm(role, dtype) for dtype in horizons for role in roles},
         "environment": {
             "python": "3.11",

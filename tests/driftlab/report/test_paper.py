@@ -27,6 +27,7 @@ def script(*arguments):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, make_seed):
     folder = tmp_path_factory.mktemp("run")
+    (folder / "experiment.yaml").write_text("name: drawn\n")
     for seed in range(3):
         make_seed(folder, seed, blown={"candidate.float32": 57} if seed == 2 else None)
     return folder

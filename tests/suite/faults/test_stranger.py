@@ -160,7 +160,7 @@ def test_every_text_of_a_record_is_text_on_the_page(make_run, judge):  # noqa: F
             lambda run: run.update(with_every_text({**run, "probes": [probe], "layers": [layer]}, HOSTILE)),
         )
     settings = yaml.safe_load((folder / "experiment.yaml").read_text())
-    hostile = settings | {"hypothesis": HOSTILE, "name": HOSTILE, SCRIPT: HOSTILE}
+    hostile = settings | {"hypothesis": HOSTILE, "name": HOSTILE.replace("/", ""), SCRIPT: HOSTILE}
     (folder / "experiment.yaml").write_text(yaml.safe_dump(hostile))
     ended = judge(folder)
     page = (folder / "report.html").read_text() if (folder / "report.html").exists() else ""

@@ -301,7 +301,7 @@ def test_seeds_that_have_not_finished_are_counted(make_run, judge):
     assert "0..1, 1 unfinished" in judge(folder)[1]
 
 
-SCRIPT = "<script>alert(1)</script>"
+SCRIPT = "<img src=x onerror=alert(1)>"  # no path, which no name may be
 
 
 def test_names_are_text_on_the_page_and_on_the_terminal(make_run, judge, tmp_path):

@@ -1,6 +1,7 @@
 """Pages and figures from a stranger's folder: nothing is copied, deleted or written elsewhere."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -90,6 +91,62 @@ def test_figures_are_not_drawn_through_a_link(run, mine):
     (line,) = refused.stderr.splitlines()
     assert f"{run}/figures is a link" in line
     assert_untouched(mine)
+
+
+READERS = ["judge.py", "figures.py", "publish.py"]
+
+
+def refusals(run):
+    """What each script says in its last line; none may have left anything."""
+    before = sorted(run.rglob("*"))
+    lines = []
+    for name in READERS:
+        refused = script(name, run)
+        assert (refused.returncode, "Traceback" in refused.stderr) == (2, False), refused.stderr
+        lines.append(refused.stderr + refused.stdout)
+    assert sorted(run.rglob("*")) == before
+    return lines
+
+
+@pytest.mark.parametrize("name", ["seed=0", "seed=0/curves.csv", "seed=0/run.json", "experiment.yaml"])
+def test_no_link_in_a_run_is_followed(make_run, tmp_path, name):  # noqa: F811
+    run = make_run(seeds=(0,))
+    (run / name).rename(tmp_path / "outside")
+    (run / name).symlink_to(tmp_path / "outside")
+    assert all(f"{run / name} is a link" in said for said in refusals(run))
+
+
+def test_a_run_may_itself_be_reached_by_a_link(run, tmp_path):
+    (tmp_path / "disk").symlink_to(run.parent)
+    through = tmp_path / "disk" / run.name
+    assert judge_again(through, print).judgement.verdict == "round_off"
+    assert script("figures.py", through, "--out", tmp_path / "drawn").returncode == 0
+    assert publish(through, tmp_path / "published", print).exists()
+
+
+def test_a_run_of_ones_own_may_keep_its_seeds_elsewhere(run, tmp_path):
+    (run / "seed=0").rename(tmp_path / "elsewhere")
+    (run / "seed=0").symlink_to(tmp_path / "elsewhere")
+    assert judge_again(run, print, ran_here=True).seeds == [0, 1]
+    assert judge_again(run, print).seeds == [1]
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "..", ""])
+def test_a_name_that_is_a_path_is_refused_by_all(make_run, tmp_path, name):  # noqa: F811
+    run = make_run(folder=tmp_path / "run", name=name)
+    assert all("is no folder's name" in said for said in refusals(run))
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "large", "missing"])
+def test_settings_that_cannot_be_read_are_refused_by_all(make_run, kind):  # noqa: F811
+    run = make_run()
+    file = run / "experiment.yaml"
+    file.unlink()
+    if kind == "a pipe":
+        os.mkfifo(file)
+    elif kind == "large":
+        file.write_text("name: x\nmany: " + "x" * 300_000)
+    assert all("experiment.yaml" in said for said in refusals(run))
 
 
 @pytest.mark.parametrize("name", ["figures.py", "publish.py"])
