@@ -22,6 +22,7 @@ from hydra.types import HydraContext, TaskFunction
 from hydra_plugins.hydra_submitit_launcher import submitit_launcher
 from omegaconf import DictConfig, open_dict
 
+from suite.command.leftovers import to_take_away
 from suite.command.supervision import Stopped
 
 if TYPE_CHECKING:
@@ -34,30 +35,19 @@ class SeedSweeper(BasicSweeper):
     """``hydra/sweeper=seeds``, the default: Hydra's own sweep, then one verdict an experiment."""
 
     def sweep(self, arguments: list[str]) -> list:
-        folder = Path(self.config.hydra.sweep.dir)
-        before = [f for f in (folder / "multirun.yaml", folder, *folder.parents) if f.exists()]
+        take_away = to_take_away(Path(self.config.hydra.sweep.dir), "multirun.yaml")
         try:
             returns = super().sweep(arguments)
         except Exception:  # a job that cannot be composed
-            _take_away(folder, before)
+            take_away()
             raise
         from suite.running.ending import end_sweep
 
         ended = [job.return_value for batch in returns for job in batch]
         if all(e.get("refused") for e in ended):
-            _take_away(folder, before)
+            take_away()
         end_sweep(ended)
         return returns
-
-
-def _take_away(folder: Path, before: Sequence[Path]) -> None:
-    """What Hydra left of a sweep of which every job was refused, as far as it was not there ``before``."""
-    if (settings := folder / "multirun.yaml") not in before:
-        settings.unlink(missing_ok=True)
-    for made in (folder, *folder.parents):
-        if made in before or any(made.iterdir()):
-            return
-        made.rmdir()
 
 
 class LauncherSettings(SearchPathPlugin):
