@@ -20,8 +20,9 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, TaskFunction
 from hydra_plugins.hydra_submitit_launcher import submitit_launcher
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from suite.command.errors import ConfigurationError
 from suite.command.leftovers import to_take_away
 from suite.command.supervision import Stopped
 
@@ -35,6 +36,8 @@ class SeedSweeper(BasicSweeper):
     """``hydra/sweeper=seeds``, the default: Hydra's own sweep, then one verdict an experiment."""
 
     def sweep(self, arguments: list[str]) -> list:
+        for name in ("sweeper.max_batch_size", "launcher.n_jobs"):
+            _check_count(name, OmegaConf.select(self.config.hydra, name))
         take_away = to_take_away(Path(self.config.hydra.sweep.dir), "multirun.yaml")
         try:
             returns = super().sweep(arguments)
@@ -48,6 +51,12 @@ class SeedSweeper(BasicSweeper):
             take_away()
         end_sweep(ended)
         return returns
+
+
+def _check_count(name: str, value: object) -> None:
+    """Raises ConfigurationError where it is given and is no number of jobs."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigurationError(f"hydra.{name}={value} must be a whole number of at least 1")
 
 
 class LauncherSettings(SearchPathPlugin):
@@ -86,7 +95,7 @@ class LocalLauncher(Launcher):
         jobs = enumerate(job_overrides, start=initial_job_idx)
         left = {number: partial(self._job, number, list(overrides), state) for number, overrides in jobs}
         ended: dict[int, JobReturn] = {}
-        at_once, gpus = max(1, self.n_jobs), visible_gpus()
+        at_once, gpus = self.n_jobs, visible_gpus()
         while left:
             try:
                 for number, job in side_by_side(left, at_once, gpus=gpus):

@@ -17,7 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from suite.command.errors import ConfigurationError, refused_by_disk
+from suite.command.errors import ConfigurationError, one_line, refused_by_disk
 from suite.data.images import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,8 +167,29 @@ def _line(error: BaseException) -> str | None:
         size = misspelt[1].removeprefix("scale.")
         return f"{misspelt[1]} is none of this scale's settings: write {size}=..., or scale=small beside it"
     if misspelt:
-        return f"{misspelt[1]} is no setting: {instead(misspelt[1], settings(), every=False)}"
-    return text
+        return f"{misspelt[1]} is no setting: {_meant(misspelt[1], str(error))}"
+    return text or f"a setting cannot be read: {one_line(error.__cause__ or error)}"
+
+
+# What a function of anybody's takes, of which the files name a few.
+_ARGUMENTS = ("model", "optimizer", "rewrite.options")
+
+
+def _meant(name: str, said: str) -> str:
+    """What to write instead of a setting that Hydra did not find; it ``said`` how to add one."""
+    group, _, rest = name.partition(".")
+    having = [c for c in choices(group) if rest in _names(OmegaConf.load(CONF / group / f"{c}.yaml"))]
+    if having:
+        return f"it is one of {' and '.join(f'{group}={c}' for c in having)}, to be written beside it"
+    function, _, own = name.rpartition(".")
+    if function in _ARGUMENTS and not difflib.get_close_matches(own, _beside(function), 1):
+        added = re.search(r"use (\+\S+)", said)
+        return f"for one that its function takes write {added[1] if added else f'+{name}=VALUE'}"
+    return instead(name, settings(), every=False)
+
+
+def _beside(function: str) -> list[str]:
+    return [n.rpartition(".")[2] for n in settings() if n.startswith(f"{function}.")]
 
 
 def _while_composing(error: BaseException) -> bool:

@@ -128,6 +128,12 @@ class Logger(Chosen):
     project: str = None
     entity: str | None = None
 
+    @model_validator(mode="after")
+    def _refuse_none(self) -> Logger:
+        if self.name == "wandb" and self.project is None:
+            raise PydanticCustomError("must", "names no project: write logger=wandb, or +logger.project=NAME")
+        return self
+
 
 class ScaleName(Group):
     name: one_of(*(c for c in choices("scale") if c != "auto"))

@@ -124,6 +124,16 @@ def test_a_folder_that_is_deleted_meanwhile_is_one_line(acts):
     assert acts("").status == 0
 
 
+def test_a_folder_in_place_of_the_verdict_is_one_line(acts, tmp_path):
+    assert acts("").status == 0
+    (verdict,) = tmp_path.rglob("verdict.json")
+    verdict.unlink()
+    verdict.mkdir()
+    done = acts("")
+    assert_one_line(done, 1, "is a directory while writing split_conv/")
+    assert "move it away, then the same command goes on" in done.errors[0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STATUS)
 def test_signals_at_random_moments(forked, tmp_path, name):

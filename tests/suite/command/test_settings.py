@@ -186,6 +186,22 @@ ON_THE_COMMAND_LINE = {
         "rewrite.options.parts=2 roles=[reference,control] subject=control",
         "rewrite.target makes the candidate",
     ),
+    "an option of nobody's": (
+        "+rewrite.options.prats=2 roles=[reference,control] subject=control",
+        "rewrite.target makes the candidate",
+    ),
+    "of another logger": ("logger.project=x", "logger.project is no setting: it is one of logger=wandb"),
+    "a logger without its project": ("logger.name=wandb", "names no project: write logger=wandb"),
+    "what the optimizer may take": ("optimizer.nesterov=true", "write +optimizer.nesterov=true"),
+    "text in a resolver": (r'hypothesis="${oc.decode:\"${oc.env:HOME}\"}"', "a setting cannot be read"),
+    "a word for jobs": (
+        "-m hydra/launcher=joblib hydra.launcher.n_jobs=abc",
+        "hydra.launcher.n_jobs=abc must be a whole number of at least 1",
+    ),
+    "batches of no job": (
+        "-m hydra.sweeper.max_batch_size=-1",
+        "hydra.sweeper.max_batch_size=-1 must be a whole number of at least 1",
+    ),
     "every job of a sweep": ("-m optimizer.lr=-1", "optimizer.lr=-1"),
     "no job of a sweep": ("-m model=nope", "model=nope"),
     "jobs and their settings": ("-m --cfg job", "leave -m out"),
