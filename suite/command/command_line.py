@@ -30,6 +30,11 @@ OPTIONS = (
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
 )
 
+# Those that are followed by a word: which, or by any.
+FOLLOWED = dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all"))
+FOLLOWED |= dict.fromkeys(("--package", "-p", "--config-path", "-cp", "--config-name", "-cn"), ())
+FOLLOWED |= dict.fromkeys(("--config-dir", "-cd", "--experimental-rerun"), ())
+
 USAGE = """\
 driftlab: is it round-off, unstable training, or a bug in the rewrite?
 
@@ -83,6 +88,7 @@ def check(arguments: list[str]) -> None:
         if option not in OPTIONS:
             near = instead(option, [o for o in OPTIONS if o.startswith("--")])
             raise ConfigurationError(f"{option} is no option (a setting is written NAME=VALUE): {near}")
+    _check_followed(arguments)
     given = [a for a in arguments if "=" in a]
     names = [n for a in given if re.match(r"\+?experiment=", a) for n in a.split("=", 1)[1].split(",")]
     for name in names:
@@ -101,6 +107,17 @@ def check(arguments: list[str]) -> None:
         for name in value.split(",") if (CONF / group).is_dir() and not group.startswith("hydra/") else []:
             if name not in choices(group):
                 raise ConfigurationError(f"{argument} is unknown: {instead(name, choices(group))}")
+
+
+def _check_followed(arguments: list[str]) -> None:
+    for option, after in zip(arguments, [*arguments[1:], ""], strict=True):
+        option, equals, value = option.partition("=")
+        if (known := FOLLOWED.get(option)) is None:
+            continue
+        word = value if equals else after
+        if not word or word.startswith("-") or word not in (known or (word,)):
+            wanted = " or ".join(known) or "a word"
+            raise ConfigurationError(f"{option} {word}".rstrip() + f": {option} is followed by {wanted}")
 
 
 def without_resolve(arguments: list[str]) -> tuple[list[str], bool]:

@@ -100,10 +100,8 @@ Threads = Annotated[
 Workers = Annotated[
     whole(1, MOST_THREADS) | Literal["auto"], Must(f"must be auto or a whole number from 1 to {MOST_THREADS}")
 ]
-# a folder of this name is made, and others beside it begin with a dot
-Name = text(
-    r"[^./\\~\s][^/\\]{,99}", "must be the name of one folder: letters, digits, _ and -, at most 100 of them"
-)
+# a folder of this name is made; others beside it begin with a dot, options of commands with a dash
+Name = text(r"\w[\w-]{,99}", "must be the name of one folder: letters, digits, _ and -, at most 100 of them")
 Folder = text(r"[^~](?s:.)*", "must be a folder: write its path, and for ~ write $HOME")
 Function = text(r"\w+(\.\w+)+", "is no function: write package.module.function")
 

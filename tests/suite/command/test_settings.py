@@ -142,6 +142,9 @@ REFUSED = {
     "name=1": "name=1 must be text: write 'name=\"1\"'",
     "name=../evil": "name=../evil must be the name of one folder",
     "name=/abs": "name=/abs must be the name of one folder",
+    "name=-rf": "name=-rf must be the name of one folder",
+    "name='a:b*?'": "name=a:b*? must be the name of one folder",
+    "name='a\nb'": "must be the name of one folder",
     "results=3": "results=3 must be text",
     "rewrite=null": "rewrite=null must hold target, options",
     "log_schedule=abc": "log_schedule=abc must hold dense, per_decade",
@@ -205,6 +208,8 @@ ON_THE_COMMAND_LINE = {
     "every job of a sweep": ("-m optimizer.lr=-1", "optimizer.lr=-1"),
     "no job of a sweep": ("-m model=nope", "model=nope"),
     "jobs and their settings": ("-m --cfg job", "leave -m out"),
+    "settings of nothing": ("--cfg foo", "--cfg foo: --cfg is followed by job or hydra or all"),
+    "an option without its word": ("--package=", "--package: --package is followed by a word"),
 }
 
 
