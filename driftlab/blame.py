@@ -48,23 +48,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
 
 
-def is_ours(error: BaseException) -> bool:
+def is_ours(error: BaseException, rooms: tuple[str, ...] = ()) -> bool:
     """Whether ``error`` arose in driftlab's own code, seen from the innermost frame of its traceback.
 
     It is the pair's where a module, a backward pass, an optimizer or ``theirs`` was at work. Everything else
     that driftlab calls is a tool of its own: in doubt the instrument is at fault, and no verdict rests on it.
+
+    Args:
+        rooms: folders of who calls driftlab that count as its own.
     """
+    rooms = (_OURS, *rooms)
     if isinstance(error, AboutThePair) or is_out_of_memory(error):
         return False
     frames = [(f.f_code.co_filename, f.f_code.co_name) for f, _ in walk_tb(error.__traceback__)]
-    if frames and isinstance(error, NameError) and frames[-1][0].startswith(_OURS):
+    if frames and isinstance(error, NameError) and frames[-1][0].startswith(rooms):
         return True
     for file, function in reversed(frames):
         if file.startswith(_TORCH) and (function in _HANDED_OVER or file.startswith(_OPTIMIZERS)):
             return False
         if file == __file__ and function == theirs.__name__:
             return False
-        if file.startswith(_OURS):
+        if file.startswith(rooms):
             return file not in _UNDER_THE_PAIR
     return False
 

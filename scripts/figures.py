@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -38,11 +39,16 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.error = _refuse_arguments  # type: ignore[method-assign]
     parser.add_argument("run", type=Path, help="a run's folder, results/runs/<experiment>/<digest>")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="where the files go (RUN/figures)")
     inches = ", ".join(f"{name} {value} in" for name, value in WIDTHS.items())
     parser.add_argument("--width", choices=WIDTHS, default="single", help=f"of a column: {inches}")
     return parser.parse_args()
+
+
+def _refuse_arguments(line: str) -> NoReturn:
+    sys.exit(_refuse(f"{line}: write scripts/figures.py RUN [--out FOLDER] [--width NAME]"))
 
 
 def _refuse(line: str) -> int:

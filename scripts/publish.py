@@ -13,9 +13,12 @@ from suite.reading.publishing import publish  # noqa: E402
 
 
 def main(runs: list[str]) -> int:
-    if not runs or {"-h", "--help"} & set(runs):
+    if {"-h", "--help"} & set(runs):
         print(__doc__)
-        return 0 if runs else 2
+        return 0
+    if not runs:
+        print("error: no run: write scripts/publish.py results/runs/EXPERIMENT/DIGEST", file=sys.stderr)
+        return 2
     for run in runs:
         try:
             print(publish(Path(run), ROOT / "results" / "published"))

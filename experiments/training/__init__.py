@@ -11,6 +11,7 @@ from driftlab.record.seed_record import seed_folder
 from suite.command.command_line import in_sweep, overrides
 from suite.command.configuration import AUTO, resolve
 from suite.command.jobs import Ran
+from suite.command.leftovers import no_empty_folder
 from suite.command.machine import process_settled
 from suite.command.schema import Training as Settings
 from suite.command.seeds import parse_seeds
@@ -19,7 +20,14 @@ from suite.running.arguments import check_network
 from suite.running.building import Built, on_cpu
 from suite.running.costs import Sketch, build_sketched, float64_choice, forecast, make_sketch
 from suite.running.ending import end
-from suite.running.experiment_folder import Experiment, is_done, open_experiment, say_outdated
+from suite.running.experiment_folder import (
+    Experiment,
+    begin,
+    is_done,
+    look_up,
+    make_folder,
+    say_outdated,
+)
 from suite.running.float64_steps import as_begun, settle
 from suite.running.networks import source_digest
 from suite.running.seed_run import train
@@ -50,10 +58,12 @@ def _run(settings: DictConfig, seeds: list[int], terminal: Terminal, few_are_fas
     settings = as_begun(settings, terminal.say)
     images = load_images(settings, terminal.say)
     built = build_sketched(on_cpu(settings), images, seeds[0])  # what cannot be built leaves no folder
-    experiment = open_experiment(settings, images, terminal)
-    todo = [seed for seed in seeds if not is_done(experiment, seed)]
-    say_outdated(experiment)
-    experiment = _planned(experiment, built, seeds, todo, few_are_fast=few_are_fast)
+    experiment = look_up(settings, images, terminal)
+    with no_empty_folder(experiment.folder):
+        make_folder(experiment)
+        todo = [seed for seed in seeds if not is_done(experiment, seed)]
+        say_outdated(experiment)
+        experiment = _planned(experiment, built, seeds, todo, few_are_fast=few_are_fast)
     del built
     with terminal.progress(todo, settings.steps):
         carry_out(experiment, todo, train)
@@ -81,7 +91,8 @@ def _planned(
         built: the first seed, on the CPU.
         few_are_fast: where workers are not worth their start there are none.
     """
-    sketch = _sketch(experiment, built, seeds[0], timed=bool(todo))
+    sketch = _sketch(experiment, built, seeds[0], timed=bool(todo))  # whose error leaves no file
+    begin(experiment)
     if todo and experiment.settings.float64_steps == AUTO:
         experiment = settle(experiment, float64_choice(experiment.settings, sketch))
     settings = experiment.settings

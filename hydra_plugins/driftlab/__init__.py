@@ -20,8 +20,10 @@ from hydra.plugins.launcher import Launcher
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, TaskFunction
 from hydra_plugins.hydra_submitit_launcher import submitit_launcher
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from suite.command.errors import ConfigurationError
+from suite.command.leftovers import to_take_away
 from suite.command.supervision import Stopped
 
 if TYPE_CHECKING:
@@ -34,30 +36,27 @@ class SeedSweeper(BasicSweeper):
     """``hydra/sweeper=seeds``, the default: Hydra's own sweep, then one verdict an experiment."""
 
     def sweep(self, arguments: list[str]) -> list:
-        folder = Path(self.config.hydra.sweep.dir)
-        before = [f for f in (folder / "multirun.yaml", folder, *folder.parents) if f.exists()]
+        for name in ("sweeper.max_batch_size", "launcher.n_jobs"):
+            _check_count(name, OmegaConf.select(self.config.hydra, name))
+        take_away = to_take_away(Path(self.config.hydra.sweep.dir), "multirun.yaml")
         try:
             returns = super().sweep(arguments)
         except Exception:  # a job that cannot be composed
-            _take_away(folder, before)
+            take_away()
             raise
         from suite.running.ending import end_sweep
 
         ended = [job.return_value for batch in returns for job in batch]
         if all(e.get("refused") for e in ended):
-            _take_away(folder, before)
+            take_away()
         end_sweep(ended)
         return returns
 
 
-def _take_away(folder: Path, before: Sequence[Path]) -> None:
-    """What Hydra left of a sweep of which every job was refused, as far as it was not there ``before``."""
-    if (settings := folder / "multirun.yaml") not in before:
-        settings.unlink(missing_ok=True)
-    for made in (folder, *folder.parents):
-        if made in before or any(made.iterdir()):
-            return
-        made.rmdir()
+def _check_count(name: str, value: object) -> None:
+    """Raises ConfigurationError where it is given and is no number of jobs."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        raise ConfigurationError(f"hydra.{name}={value} must be a whole number of at least 1")
 
 
 class LauncherSettings(SearchPathPlugin):
@@ -96,7 +95,7 @@ class LocalLauncher(Launcher):
         jobs = enumerate(job_overrides, start=initial_job_idx)
         left = {number: partial(self._job, number, list(overrides), state) for number, overrides in jobs}
         ended: dict[int, JobReturn] = {}
-        at_once, gpus = max(1, self.n_jobs), visible_gpus()
+        at_once, gpus = self.n_jobs, visible_gpus()
         while left:
             try:
                 for number, job in side_by_side(left, at_once, gpus=gpus):

@@ -17,14 +17,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from suite.command.errors import ConfigurationError, refused_by_disk
+from suite.command.errors import ConfigurationError, one_line, refused_by_disk
 from suite.data.images import DataError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
-
-# An experiment's: a folder of this name is made, and others beside it begin with a dot.
-FOLDER_NAME = r"[^./\\~\s][^/\\]{,99}"
 
 # Hydra's own.
 OPTIONS = (
@@ -32,6 +29,11 @@ OPTIONS = (
     *("--run", "--multirun", "-m", "--shell-completion", "-sc", "--info", "-i", "--experimental-rerun"),
     *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
 )
+
+# Those that are followed by a word: which, or by any.
+FOLLOWED = dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all"))
+FOLLOWED |= dict.fromkeys(("--package", "-p", "--config-path", "-cp", "--config-name", "-cn"), ())
+FOLLOWED |= dict.fromkeys(("--config-dir", "-cd", "--experimental-rerun"), ())
 
 USAGE = """\
 driftlab: is it round-off, unstable training, or a bug in the rewrite?
@@ -86,6 +88,7 @@ def check(arguments: list[str]) -> None:
         if option not in OPTIONS:
             near = instead(option, [o for o in OPTIONS if o.startswith("--")])
             raise ConfigurationError(f"{option} is no option (a setting is written NAME=VALUE): {near}")
+    _check_followed(arguments)
     given = [a for a in arguments if "=" in a]
     names = [n for a in given if re.match(r"\+?experiment=", a) for n in a.split("=", 1)[1].split(",")]
     for name in names:
@@ -104,6 +107,17 @@ def check(arguments: list[str]) -> None:
         for name in value.split(",") if (CONF / group).is_dir() and not group.startswith("hydra/") else []:
             if name not in choices(group):
                 raise ConfigurationError(f"{argument} is unknown: {instead(name, choices(group))}")
+
+
+def _check_followed(arguments: list[str]) -> None:
+    for option, after in zip(arguments, [*arguments[1:], ""], strict=True):
+        option, equals, value = option.partition("=")
+        if (known := FOLLOWED.get(option)) is None:
+            continue
+        word = value if equals else after
+        if not word or word.startswith("-") or word not in (known or (word,)):
+            wanted = " or ".join(known) or "a word"
+            raise ConfigurationError(f"{option} {word}".rstrip() + f": {option} is followed by {wanted}")
 
 
 def without_resolve(arguments: list[str]) -> tuple[list[str], bool]:
@@ -170,8 +184,29 @@ def _line(error: BaseException) -> str | None:
         size = misspelt[1].removeprefix("scale.")
         return f"{misspelt[1]} is none of this scale's settings: write {size}=..., or scale=small beside it"
     if misspelt:
-        return f"{misspelt[1]} is no setting: {instead(misspelt[1], settings(), every=False)}"
-    return text
+        return f"{misspelt[1]} is no setting: {_meant(misspelt[1], str(error))}"
+    return text or f"a setting cannot be read: {one_line(error.__cause__ or error)}"
+
+
+# What a function of anybody's takes, of which the files name a few.
+_ARGUMENTS = ("model", "optimizer", "rewrite.options")
+
+
+def _meant(name: str, said: str) -> str:
+    """What to write instead of a setting that Hydra did not find; it ``said`` how to add one."""
+    group, _, rest = name.partition(".")
+    having = [c for c in choices(group) if rest in _names(OmegaConf.load(CONF / group / f"{c}.yaml"))]
+    if having:
+        return f"it is one of {' and '.join(f'{group}={c}' for c in having)}, to be written beside it"
+    function, _, own = name.rpartition(".")
+    if function in _ARGUMENTS and not difflib.get_close_matches(own, _beside(function), 1):
+        added = re.search(r"use (\+\S+)", said)
+        return f"for one that its function takes write {added[1] if added else f'+{name}=VALUE'}"
+    return instead(name, settings(), every=False)
+
+
+def _beside(function: str) -> list[str]:
+    return [n.rpartition(".")[2] for n in settings() if n.startswith(f"{function}.")]
 
 
 def _while_composing(error: BaseException) -> bool:

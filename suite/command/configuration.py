@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable
 
 from omegaconf import DictConfig, OmegaConf
@@ -158,6 +159,7 @@ def _check_subject(settings: DictConfig) -> None:
         raise ConfigurationError(f"subject={settings.subject} is not among roles={list(settings.roles)}")
     if settings.subject == "candidate" and not settings.rewrite.target:
         raise ConfigurationError("rewrite.target is not set: write rewrite.target=package.module.function")
-    if "candidate" not in settings.roles and any(o.startswith("rewrite.") for o in overrides(settings)):
-        roles = list(settings.roles)
-        raise ConfigurationError(f"rewrite.target makes the candidate, which is not among roles={roles}")
+    unread = [o for o in overrides(settings) if re.match(r"[+~]*rewrite[.=]", o)]
+    if "candidate" not in settings.roles and unread:
+        why = f"rewrite.target makes the candidate, which is not among roles={list(settings.roles)}"
+        raise ConfigurationError(f"{unread[0]} changes nothing: {why}")

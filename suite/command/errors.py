@@ -63,6 +63,7 @@ _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "make room"),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "allow more open files"),
+    errno.EISDIR: "move it away",
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO), "bring it back"),
     **dict.fromkeys((errno.ETIMEDOUT, errno.EHOSTDOWN, errno.ENOTCONN), "bring it back"),
 }

@@ -9,10 +9,11 @@ from typing import NamedTuple, TypedDict
 
 from omegaconf import DictConfig, OmegaConf
 
-from suite.command import command_line
+from suite.command import command_line, users_code
 from suite.command.command_line import in_sweep
 from suite.command.errors import Unfinished, exit_called, unfinished_by
-from suite.command.supervision import raise_if_stopped
+from suite.command.leftovers import take_away_hydras
+from suite.command.supervision import Stopped, raise_if_stopped
 
 
 class Ran(NamedTuple):
@@ -61,14 +62,18 @@ def carry_out(config: DictConfig) -> Ended:
     try:
         ran = command_line.kind(config.kind).run(config)
         ended: Ended = {"folder": ran.folder, "listed": ran.verdict in list(config.fail_on)}
-    except Exception as error:
+    except (Stopped, KeyboardInterrupt):
+        raise
+    except SystemExit as asked:
+        ended = _explained(asked) or {"refused": exit_called(asked)}
+    except BaseException as error:  # somebody's own need not be an Exception
         raise_if_stopped()
         ended = _explained(error)
         if not ended and not in_sweep():
             raise
         ended = ended or {"crashed": format_exc()}
-    except SystemExit as asked:
-        ended = _explained(asked) or {"refused": exit_called(asked)}
+    if ended.get("refused"):
+        take_away_hydras()
     if not in_sweep():  # a sweep collects what its jobs return, wherever they ran
         _ended.append(ended)
     return ended
@@ -106,7 +111,7 @@ def _explained(error: BaseException) -> Ended:
     """How a job ended that raised what the user or the surroundings can mend; else empty."""
     if isinstance(error, Unfinished):
         return {"unfinished": str(error)}
-    if line := command_line.explain(error):
+    if line := users_code.line_of(error) or command_line.explain(error):
         return {"refused": line}
     if line := unfinished_by(error):
         return {"unfinished": line}

@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from driftlab.lockstep.arm import DTYPES, ROLES
 from driftlab.words import Verdict
-from suite.command.command_line import FOLDER_NAME, choices
+from suite.command.command_line import choices
 from suite.command.seeds import LARGEST
 
 # No count is larger: at a millisecond each (a small network on a GPU) so many steps take twelve days.
@@ -100,7 +100,8 @@ Threads = Annotated[
 Workers = Annotated[
     whole(1, MOST_THREADS) | Literal["auto"], Must(f"must be auto or a whole number from 1 to {MOST_THREADS}")
 ]
-Name = text(FOLDER_NAME, "must be the name of one folder: letters, digits, _ and -, at most 100 of them")
+# a folder of this name is made; others beside it begin with a dot, options of commands with a dash
+Name = text(r"\w[\w-]{,99}", "must be the name of one folder: letters, digits, _ and -, at most 100 of them")
 Folder = text(r"[^~](?s:.)*", "must be a folder: write its path, and for ~ write $HOME")
 Function = text(r"\w+(\.\w+)+", "is no function: write package.module.function")
 
@@ -124,6 +125,12 @@ class Logger(Chosen):
     name: one_of(*choices("logger"))
     project: str = None
     entity: str | None = None
+
+    @model_validator(mode="after")
+    def _refuse_none(self) -> Logger:
+        if self.name == "wandb" and self.project is None:
+            raise PydanticCustomError("must", "names no project: write logger=wandb, or +logger.project=NAME")
+        return self
 
 
 class ScaleName(Group):

@@ -14,7 +14,6 @@ from driftlab.record.files import RecordError, read_text, readable
 from driftlab.record.json_files import DEEPEST, read_json
 from driftlab.record.seed_record import SeedRecord, finished_seeds, read_seed, seed_folder
 from driftlab.words import Finding, Verdict
-from suite.command.command_line import FOLDER_NAME
 from suite.command.errors import ConfigurationError, one_line
 
 SETTINGS = "experiment.yaml"
@@ -24,6 +23,9 @@ MEASUREMENTS = "measurements.json"
 LARGEST_SETTINGS = 2**16  # bytes
 MOST_SETTINGS = 2**11
 _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+# Of any run that was made before names were held to letters, digits, _ and - too.
+FOLDER_NAME = r"[^./\\~\s][^/\\]{,99}"
 
 SUBJECTS = ("candidate", "control", "reference")
 _ARM = re.compile(r"[a-z][a-z_0-9]*\.[a-z][a-z0-9]*")

@@ -26,6 +26,7 @@ from suite.command.errors import storage
 from suite.command.jobs import Ran
 from suite.command.machine import process_settled
 from suite.command.seeds import parse_seeds
+from suite.command.users_code import told
 from suite.data import load_images
 from suite.data.images import Images
 from suite.reading.stored import MEASUREMENTS
@@ -81,9 +82,16 @@ def _given(images: Images | None) -> tuple[Images, ...]:
 
 
 def _measure(question: Question, experiment: Experiment, seed: int, home: Path) -> None:
-    """Raises RecordError where it had finished and is damaged, Unfinished where the disk refuses a file."""
+    """Raises RecordError where it had finished and is damaged, Unfinished where the disk refuses a file.
+
+    ConfigurationError where the user's code raises something.
+    """
     began = Began.now()
-    with storage(experiment.settings.results, lambda: f"seed {seed} is measured again"):
+
+    def stands() -> str:
+        return f"seed {seed} is measured again"
+
+    with storage(experiment.settings.results, stands), told(stands):
         take_up(experiment, seed, home)
         measured = question.measure(experiment.settings, seed, *_given(experiment.images))
         record = seed_record(experiment, seed, began) | _arms_and_probes(measured)

@@ -49,23 +49,48 @@ class Experiment:
 
 def open_experiment(settings: DictConfig, images: Images | None, terminal: Terminal) -> Experiment:
     """Its folder, by the digest of its settings, with ``experiment.yaml`` in it."""
+    experiment = look_up(settings, images, terminal)
+    make_folder(experiment)
+    begin(experiment)
+    return experiment
+
+
+def look_up(settings: DictConfig, images: Images | None, terminal: Terminal) -> Experiment:
+    """The experiment, as far as an earlier command left it; nothing is written."""
     name = digest(settings)
     folder = Path(settings.results) / settings.name / name
-    begun = os.path.exists(folder / "experiment.yaml")
     choice = read_choice(folder) if settings.get("float64_steps") == AUTO else None
     if choice is not None:
         settings = with_choice(settings, choice)
+    return Experiment(settings, name, folder, images, _command(settings), terminal, choice=choice)
+
+
+def make_folder(experiment: Experiment) -> None:
+    """Raises ConfigurationError, or Unfinished where there is no room."""
+    with _made(experiment):
+        experiment.folder.mkdir(parents=True, exist_ok=True)
+
+
+def begin(experiment: Experiment) -> None:
+    """Leaves ``experiment.yaml``. Raises ConfigurationError, or Unfinished where there is no room."""
+    with _made(experiment):
+        write_whole(experiment.folder / "experiment.yaml", as_yaml(experiment.settings))
+
+
+@contextmanager
+def _made(experiment: Experiment) -> Iterator[None]:
+    begun = os.path.exists(experiment.folder / "experiment.yaml")
+    results = experiment.settings.results
     try:
-        write_whole(folder / "experiment.yaml", as_yaml(settings))
+        yield
     except OSError as error:
         if (begun and refused_by_disk(error)) or error.errno in (errno.ENOSPC, errno.EDQUOT):
-            with storage(settings.results, lambda: "what has finished is safe"):
+            with storage(results, lambda: "what has finished is safe"):
                 raise
         why = (error.strerror or one_line(error)).lower()
         raise ConfigurationError(
-            f"results={settings.results} cannot be written ({why}): write results=FOLDER"
+            f"results={results} cannot be written ({why}): write results=FOLDER"
         ) from None
-    return Experiment(settings, name, folder, images, _command(settings), terminal, choice=choice)
 
 
 def _command(settings: DictConfig) -> str:

@@ -29,6 +29,7 @@ from driftlab.network.pair import Pair
 from driftlab.process import REWRITE, noticed
 from driftlab.words import DiagnoseError
 from suite.command.errors import ConfigurationError, one_line
+from suite.command.users_code import let_end
 from suite.data.images import Images
 
 Rewrite = Callable[[nn.Module], nn.Module]
@@ -40,7 +41,8 @@ def build_reference(settings: DictConfig, images: Images, seed: int) -> nn.Modul
     try:
         with noticed("the model"):
             return hydra.utils.instantiate(settings.model, classes=len(images.classes))
-    except Exception as error:
+    except BaseException as error:
+        let_end(error)
         raise ConfigurationError(f"model: {described(error.__cause__ or error, 200)}") from None
 
 
@@ -66,7 +68,8 @@ def imported(setting: str, target: str) -> Callable:
     try:
         with noticed(f"importing {module_name}"):
             function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:
+    except BaseException as error:
+        let_end(error)
         raise ConfigurationError(f"{setting}={target} cannot be imported: {described(error, 200)}") from None
     if not callable(function):
         raise ConfigurationError(f"{setting}={target} is a {type(function).__name__}, not a function")
@@ -88,7 +91,8 @@ def apply_rewrite(rewrite: Rewrite, target: str, reference: nn.Module) -> nn.Mod
     """The candidate, from a deep copy of the reference. Raises ConfigurationError where there is none."""
     try:
         candidate = rewrite(copy.deepcopy(reference))
-    except Exception as error:
+    except BaseException as error:
+        let_end(error)
         if is_out_of_memory(error):
             raise  # not the rewrite's fault: fewer seeds at a time may fit
         raise ConfigurationError(f"rewrite.target={target} failed: {described(error, 200)}") from None
@@ -105,7 +109,8 @@ def check_same_shapes(reference: nn.Module, candidate: nn.Module, inputs: torch.
     try:
         with evaluation_mode(candidate):
             got = pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), candidate(inputs))
-    except Exception as error:
+    except BaseException as error:
+        let_end(error)
         if is_out_of_memory(error):
             raise
         raise ConfigurationError(
@@ -179,7 +184,8 @@ def _runs_in_float64(candidate: nn.Module, inputs: torch.Tensor) -> bool:
         wide = copy.deepcopy(candidate).double()
         with evaluation_mode(wide):
             wide(inputs.double())
-    except Exception:  # whatever a stranger's forward raises
+    except BaseException as error:  # whatever a stranger's forward raises
+        let_end(error)
         return False
     return True
 
@@ -190,7 +196,8 @@ def make_optimizer(settings: DictConfig) -> Callable[[Iterable[nn.Parameter]], t
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         try:
             return hydra.utils.instantiate(settings.optimizer)(parameters)
-        except Exception as error:
+        except BaseException as error:
+            let_end(error)
             raise ConfigurationError(f"optimizer: {one_line(error.__cause__ or error)}") from None
 
     return make

@@ -13,6 +13,7 @@ from driftlab.lockstep.checkpoint import checkpoint_step
 from driftlab.lockstep.loop import Lockstep
 from driftlab.record.seed_record import write_sealed
 from suite.command.errors import storage
+from suite.command.users_code import told
 from suite.data.batches import Batches
 from suite.running.building import Built, build
 from suite.running.experiment_folder import Experiment, take_up
@@ -27,10 +28,15 @@ def train(experiment: Experiment, seed: int, home: Path) -> None:
     """One seed, from wherever it stopped, by its owner.
 
     Raises:
+        ConfigurationError: the user's code raised something.
         RecordError: what it was to go on from, or what it left when it finished, is damaged.
         Unfinished: the disk refused a file.
     """
-    with storage(experiment.settings.results, lambda: _stands(seed, home)):
+
+    def stands() -> str:
+        return _stands(seed, home)
+
+    with storage(experiment.settings.results, stands), told(stands):
         take_up(experiment, seed, home)
         _train(experiment, seed, home)
 

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from suite.running.recorder import Recorder
+
 
 def other_shape(model):
     model.fc = nn.Linear(model.fc.in_features, 5)
@@ -185,17 +187,16 @@ def memory_for_one(model):
 
 def crashing_once(model):
     """A fault of the program that hits the first job alone, in training."""
+    whole, crashed = Recorder.log_new_rows, Path(os.environ["DRIFTLAB_TEST_CRASHED"])
 
-    def crash(x):
-        try:
-            if torch.is_grad_enabled():
-                Path(os.environ["DRIFTLAB_TEST_CRASHED"]).touch(exist_ok=False)
-                raise AttributeError("a fault of the program")
-        except FileExistsError:
-            pass
-        return x
+    def crash(recorder):
+        if not crashed.exists():
+            crashed.touch()
+            raise AttributeError("a fault of the program")
+        whole(recorder)
 
-    return _changed(model, crash)
+    Recorder.log_new_rows = crash
+    return model
 
 
 ACTS = {"os": os, "shutil": shutil, "signal": signal, "sys": sys, "time": time, "Path": Path}
@@ -210,6 +211,26 @@ def acting(model):
         return x
 
     return _changed(model, act)
+
+
+class RaisingStep(torch.optim.SGD):
+    """An optimizer whose third step fails."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        RaisingStep.calls += 1
+        if RaisingStep.calls > 2:
+            raise RuntimeError("in a step")
+        return super().step(closure)
+
+
+class NoException(BaseException):
+    """Somebody's own, which is no ``Exception``."""
+
+
+def raising_no_exception(model):
+    raise NoException("mine")
 
 
 def exiting(model):

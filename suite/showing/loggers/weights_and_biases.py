@@ -105,7 +105,7 @@ def _start(settings: DictConfig, home: Path, *, resume: str | None, **about):
     try:
         return wandb.init(
             project=settings.logger.project,
-            entity=settings.logger.entity,
+            entity=settings.logger.get("entity"),
             tags=[str(v)[:64] for v in (settings.name, settings.get("data", {}).get("name")) if v],
             resume=resume if mode == "online" else None,
             dir=home,

@@ -68,6 +68,43 @@ def test_who_ends_the_process_ends_no_run_well(acts, tmp_path, call):
     assert not list(tmp_path.rglob("verdict.json"))
 
 
+RAISED = {
+    "raise RuntimeError('mine')": "RuntimeError: mine",
+    "raise OSError(28, 'No space left on device')": "OSError: [Errno 28] No space left on device",
+    "raise type('Own', (BaseException,), {})('mine')": "Own: mine",
+    "raise GeneratorExit": "GeneratorExit",
+    "raise __import__('hydra').errors.HydraException('mine')": "HydraException: mine",
+}
+
+
+@pytest.mark.parametrize("act", RAISED)
+def test_what_a_network_raises_in_the_training_is_one_line_and_the_seed_goes_on(acts, act):
+    done = acts(act)
+    assert_one_line(done, 2, f"failed: {RAISED[act]} (suite/rewrites.py:")
+    assert "seed 0 stands at its last checkpoint (step " in done.errors[0]
+    assert acts("").status == 0
+
+
+def test_what_an_optimizer_raises_before_any_seed_began_leaves_nothing(train, tmp_path):
+    own = ["optimizer._target_=tests.suite.rewrites.RaisingStep", "~optimizer.weight_decay"]
+    done = train("+experiment=control", *QUICK, *own, "~optimizer.momentum")
+    assert_one_line(done, 2, "failed: RuntimeError: in a step (suite/rewrites.py:")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_rewrite_that_raises_no_exception_is_refused(train, tmp_path):
+    done = train("+experiment=split_conv", "rewrite.target=tests.suite.rewrites.raising_no_exception")
+    assert_one_line(done, 2, "failed: NoException: mine (suite/rewrites.py:")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_refusal_leaves_nothing_of_what_hydra_writes(train, tmp_path):
+    files = [f"hydra.run.dir={tmp_path}/run", "hydra.output_subdir=.hydra", "hydra/job_logging=default"]
+    done = train("+experiment=control", *files, "steps=0")
+    assert_one_line(done, 2, "steps=0 must be a whole number of at least 1")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_line_names_the_place_of_the_call(train):
     done = train("+experiment=split_conv", "rewrite.target=tests.suite.rewrites.exiting")
     assert_one_line(done, 2, "tests/suite/rewrites.py:")
@@ -85,6 +122,16 @@ def test_a_folder_that_is_deleted_meanwhile_is_one_line(acts):
     done = acts("shutil.rmtree(next(Path(os.environ['DRIFTLAB_TEST_RESULTS']).glob('*/*')))")
     assert_one_line(done, 1, "is gone, deleted while the run was at work")
     assert acts("").status == 0
+
+
+def test_a_folder_in_place_of_the_verdict_is_one_line(acts, tmp_path):
+    assert acts("").status == 0
+    (verdict,) = tmp_path.rglob("verdict.json")
+    verdict.unlink()
+    verdict.mkdir()
+    done = acts("")
+    assert_one_line(done, 1, "is a directory while writing split_conv/")
+    assert "move it away, then the same command goes on" in done.errors[0]
 
 
 @pytest.mark.slow

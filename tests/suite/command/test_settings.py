@@ -142,6 +142,9 @@ REFUSED = {
     "name=1": "name=1 must be text: write 'name=\"1\"'",
     "name=../evil": "name=../evil must be the name of one folder",
     "name=/abs": "name=/abs must be the name of one folder",
+    "name=-rf": "name=-rf must be the name of one folder",
+    "name='a:b*?'": "name=a:b*? must be the name of one folder",
+    "name='a\nb'": "must be the name of one folder",
     "results=3": "results=3 must be text",
     "rewrite=null": "rewrite=null must hold target, options",
     "log_schedule=abc": "log_schedule=abc must hold dense, per_decade",
@@ -186,9 +189,27 @@ ON_THE_COMMAND_LINE = {
         "rewrite.options.parts=2 roles=[reference,control] subject=control",
         "rewrite.target makes the candidate",
     ),
+    "an option of nobody's": (
+        "+rewrite.options.prats=2 roles=[reference,control] subject=control",
+        "rewrite.target makes the candidate",
+    ),
+    "of another logger": ("logger.project=x", "logger.project is no setting: it is one of logger=wandb"),
+    "a logger without its project": ("logger.name=wandb", "names no project: write logger=wandb"),
+    "what the optimizer may take": ("optimizer.nesterov=true", "write +optimizer.nesterov=true"),
+    "text in a resolver": (r'hypothesis="${oc.decode:\"${oc.env:HOME}\"}"', "a setting cannot be read"),
+    "a word for jobs": (
+        "-m hydra/launcher=joblib hydra.launcher.n_jobs=abc",
+        "hydra.launcher.n_jobs=abc must be a whole number of at least 1",
+    ),
+    "batches of no job": (
+        "-m hydra.sweeper.max_batch_size=-1",
+        "hydra.sweeper.max_batch_size=-1 must be a whole number of at least 1",
+    ),
     "every job of a sweep": ("-m optimizer.lr=-1", "optimizer.lr=-1"),
     "no job of a sweep": ("-m model=nope", "model=nope"),
     "jobs and their settings": ("-m --cfg job", "leave -m out"),
+    "settings of nothing": ("--cfg foo", "--cfg foo: --cfg is followed by job or hydra or all"),
+    "an option without its word": ("--package=", "--package: --package is followed by a word"),
 }
 
 

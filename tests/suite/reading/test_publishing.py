@@ -184,3 +184,12 @@ def test_a_command_that_was_not_run_here_is_marked(make_run):  # noqa: F811
     page = (folder / "report.html").read_text()
     assert "python train.py +experiment=split_conv seed=0" in page
     assert "read it before you copy it" in page
+
+
+@pytest.mark.parametrize("name", ["publish.py", "figures.py"])
+def test_a_script_without_a_run_says_what_to_write_in_one_line(name):
+    done = script(name)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert f"write scripts/{name}" in line
