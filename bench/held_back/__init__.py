@@ -1,6 +1,6 @@
 """Pairs written by people who had not seen the diagnosis, after it was last changed, and judged once.
 
-``third_*`` and ``fourth_*``, faults in ports alone, were written after what ``first_*`` and ``second_*`` showed
-had been mended. Nine labels were widened when they had been judged: a right pair may be equal bit for bit (5),
-or its reference diverge (3), and rounding to bfloat16 be called fewer bits (1).
+``third_*`` and ``fourth_*``, faults in ports alone, were written after what ``first_*`` and ``second_*`` had
+shown was mended. Nine labels were widened when they had been judged: a right pair may be equal bit for bit
+(5), or its reference diverge (3), and rounding to bfloat16 be called fewer bits (1).
 """
