@@ -160,6 +160,8 @@ class Watch:
         look, last = self.looks[at], self.looks[-1].step
         if look.diagnosis.verdict in RIGHT:
             said = f"at each step that was looked at, {len(self.looks)} from 0 to {last}"
+            if GROWTH * last + 1 < self.steps:
+                said += f"; nothing is known of the rest of {self.steps}, for which a larger budget pays"
         elif at == 0:
             said = f"found at step {look.step}, the first that was looked at"
         else:

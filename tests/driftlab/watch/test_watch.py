@@ -95,6 +95,8 @@ def test_looks_keep_to_their_share():
     assert watched.seconds <= 0.05 * 31 * 60
     unpaid, *_ = train(10, sgd, lambda m, s: watching(m, rewritten(), s, budget=1e-6, updates=2))
     assert [look.step for look in unpaid.looks] == [0]
+    assert "nothing is known of the rest of 10" in unpaid.diagnosis.headline
+    assert "nothing is known" not in watched.diagnosis.headline
 
 
 def test_before_the_first_step_there_is_nothing():
