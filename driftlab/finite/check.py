@@ -55,16 +55,11 @@ class GradientCheck:
         return f"gradient check: {self.outcome}. {self.reading}"
 
 
-def a_random_sum(outputs: Any) -> Tensor:
-    """Stands for a sum of all outputs with random weights, which ``gradient_check`` draws by its seed."""
-    raise DiagnoseError("a_random_sum is for gradient_check alone, which draws it")
-
-
 @measuring()
 def gradient_check(
     module: nn.Module | Callable[..., Any],
     inputs: object,
-    loss: Callable[[Any], Tensor] = a_random_sum,
+    loss: Callable[[Any], Tensor] | None = None,
     *,
     directions: int = DIRECTIONS,
     seed: int = 0,
@@ -88,7 +83,7 @@ def gradient_check(
     Args:
         module: a network, or a function of tensors. It is checked in the mode that it is in.
         inputs: a tensor, or a tuple or dict of arguments.
-        loss: of the outputs, one number; a random sum of them where it is left out.
+        loss: of the outputs, one number; a random sum of them where None.
         directions: how many.
         seed: of the directions and of random layers.
 
@@ -99,11 +94,11 @@ def gradient_check(
     began = time.perf_counter()
     directions, seed = whole_number("directions", directions, 2), the_seed(seed)
     network = module if isinstance(module, nn.Module) else _Function(module)
-    if not callable(loss):
+    if loss is not None and not callable(loss):
         raise DiagnoseError(
             f"loss is a {type(loss).__name__}: give a function of the outputs, or leave it out"
         )
-    loss = _random_sum(seed) if loss is a_random_sum else loss
+    loss = _random_sum(seed) if loss is None else loss
     check_tensors("inputs", inputs)
     # a check under no_grad or inference_mode is a check all the same
     with torch.inference_mode(False), torch.enable_grad(), told("gradient_check stops", outermost=True):
