@@ -46,6 +46,7 @@ def interrupts(outputs):
     raise Mine("mine")
 
 
+RAISING = f"(finite/test_refusals.py:{divides_by_zero.__code__.co_firstlineno + 1})"
 REFUSED = {
     "a vector": (linear(), drawn(4, 5), lambda o: o, "not one real number but torch.float64 [4, 3]"),
     "none": (linear(), drawn(4, 5), lambda o: None, "not one real number but NoneType"),
@@ -57,7 +58,7 @@ REFUSED = {
     "a loss that wants targets": (linear(), drawn(4, 5), nn.MSELoss(), "missing 1 required"),
     "no function": (linear(), drawn(4, 5), "mse", "loss is a str: give a function"),
     "no loss": (linear(), drawn(4, 5), 3, "loss is a int: give a function"),
-    "a loss that raises": (linear(), drawn(4, 5), divides_by_zero, r"(finite/test_refusals.py:39)"),
+    "a loss that raises": (linear(), drawn(4, 5), divides_by_zero, RAISING),
     "a loss that leaves": (linear(), drawn(4, 5), lambda o: sys.exit(3), "a call of sys.exit"),
     "a loss with an error of its own": (linear(), drawn(4, 5), interrupts, "Mine: mine (finite/"),
     "no rows": (linear(), drawn(0, 5), torch.sum, "inputs holds no number ([0, 5])"),
@@ -65,7 +66,7 @@ REFUSED = {
         divides_by_zero,
         drawn(4),
         None,
-        "ZeroDivisionError: integer division or modulo by zero (finite/test_refusals.py:39)",
+        f"ZeroDivisionError: integer division or modulo by zero {RAISING}",
     ),
     "no network": (None, drawn(4, 5), None, "'NoneType' object is not callable"),
     "inputs of another size": (linear(), drawn(4, 6), None, "cannot be multiplied"),
