@@ -6,7 +6,7 @@ from statistics import median
 
 from driftlab.arithmetic.constants import own_constants
 from driftlab.arithmetic.difference import Difference
-from driftlab.arithmetic.locating import SAME_BORDERS, first_wrong
+from driftlab.arithmetic.locating import BACKWARD, SAME_BORDERS, first_wrong
 from driftlab.arithmetic.tracing import Traced, parting
 from driftlab.blame import not_ours
 from driftlab.fold import Fold
@@ -143,8 +143,7 @@ def _parted(found: Examination, pass_: str, wrong: list[Difference]) -> tuple[st
     if arithmetic is None or pass_ == "buffer":
         return None
     pair, local = found.pair, found.local
-    gradients = "input gradient", "weight gradient"
-    asked = gradients if pass_ in gradients else (pass_,)
+    asked = BACKWARD if pass_ in BACKWARD else (pass_,)
     ends = [d.name for d in wrong if d.pass_ in asked]
     theirs = [s for n in ends for s in pair.fold.sources(n) or (n,)]
     own = {other: name for name, other in pair.counterparts.items()}
