@@ -38,3 +38,13 @@ def cuda():
 
     with pretended_cuda() as device:
         yield device
+
+
+@pytest.fixture(scope="session")
+def forked():
+    """A process that has imported everything, to fork programs of the project from."""
+    from tests.suite.programs import Forked
+
+    server = Forked()
+    yield server
+    server.end()

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from experiments import training
 from suite.command.configuration import register_resolvers, resolve
-from tests.suite.programs import ROOT, Forked
+from tests.suite.programs import ROOT
 
 __all__ = ["ROOT"]
 
@@ -66,13 +66,6 @@ def train_afresh(tmp_path):
         return Finished(done.returncode, done.stdout, done.stderr)
 
     return run
-
-
-@pytest.fixture(scope="session")
-def forked():
-    server = Forked()
-    yield server
-    server.end()
 
 
 @pytest.fixture
