@@ -139,6 +139,11 @@ class Finding:
         """The same, with the step from which it shows, in its place and in its sentence."""
         return self if self.place is None else self._at(replace(self.place, step=step))
 
+    def adding(self, text: str) -> Finding:
+        """The same, with more to its sentence."""
+        reading = replace(self.evidence, reading=self.evidence.reading + text)
+        return replace(self, evidence=reading, says=self.says and self.says + text)
+
     def naming(self, counterparts: Mapping[str, str]) -> Finding:
         """The same, with the candidate's name of its place, where it has none yet and one is known."""
         place = self.place

@@ -35,7 +35,8 @@ from driftlab.words import Finding, standing
 
 SCHEMA = 1
 CURVES, EVALUATIONS = (tuple(m.name for m in measures_at(moment)) for moment in Moment)
-COUNTS = ("step", "epoch", *(m.name for m in every_measure() if m.scale is Scale.COUNT))
+COUNTS = ("step", "epoch", "updates", *(m.name for m in every_measure() if m.scale is Scale.COUNT))
+LOCAL = "local.csv"
 LARGEST_STEP = 2.0**53  # above, float64 skips whole numbers
 
 
@@ -43,6 +44,12 @@ def columns(kinds: Iterable[str], arms: Iterable[str]) -> list[str]:
     """The columns of a table in their order: step, epoch, then ``<kind>/<arm>``."""
     arms = list(arms)
     return ["step", "epoch", *(f"{kind}/{arm}" for kind in kinds for arm in arms)]
+
+
+def local_columns(arms: Iterable[str]) -> list[str]:
+    """Those of ``local.csv``: behind step and epoch the updates since a window began."""
+    step, epoch, *kinds = columns((*CURVES, *EVALUATIONS), arms)
+    return [step, epoch, "updates", *kinds]
 
 
 def write_table(path: Path, header: list[str], rows: Iterable[Row]) -> str:
@@ -115,6 +122,7 @@ class SeedRecord:
     """What one seed left: ``curves`` and ``evaluations`` row by row, and its ``run.json``.
 
     Attributes:
+        local: the rows of its local windows (``driftlab.lockstep.local``), where it has any.
         findings: what was found in this process; None of a stored seed, whose are in its ``run.json``.
     """
 
@@ -123,6 +131,7 @@ class SeedRecord:
     evaluations: Sequence[Row]
     run: dict = field(default_factory=dict)
     findings: Sequence[Finding] | None = None
+    local: Sequence[Row] = ()
 
     def found(self) -> list[Finding]:
         """What the probes found, less what later findings took the place of."""
@@ -161,7 +170,8 @@ def read_seed(folder: Path, seed: int) -> SeedRecord | None:
         raise RecordError(f"{path} is damaged: it is no record of seed {seed}")
     files = _files(path, run)
     tables = (read_table(home / name, files.pop(name, None)) for name in ("curves.csv", "evaluations.csv"))
-    record = SeedRecord(seed, *tables, run)
+    local = read_table(home / LOCAL, files.pop(LOCAL)) if LOCAL in files else ()
+    record = SeedRecord(seed, *tables, run, local=local)
     for name, sha256 in files.items():
         if hashlib.sha256(read_whole(home / name)).hexdigest() != sha256:
             raise RecordError(f"{home / name} is damaged: its SHA-256 is not what run.json says")

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 from driftlab.lockstep.checkpoint import checkpoint_step
 from driftlab.record.seed_record import seed_folder
 from suite.command.command_line import in_sweep, overrides
-from suite.command.configuration import AUTO, resolve
+from suite.command.configuration import AUTO, follows_auto, resolve
 from suite.command.jobs import Ran
 from suite.command.leftovers import no_empty_folder
 from suite.command.machine import process_settled
@@ -29,6 +29,7 @@ from suite.running.experiment_folder import (
     say_outdated,
 )
 from suite.running.float64_steps import as_begun, settle
+from suite.running.local_choice import local_choice, settle_windows
 from suite.running.networks import source_digest
 from suite.running.seed_run import train
 from suite.running.workers import carry_out, in_a_worker
@@ -95,6 +96,8 @@ def _planned(
     begin(experiment)
     if todo and experiment.settings.float64_steps == AUTO:
         experiment = settle(experiment, float64_choice(experiment.settings, sketch))
+    if todo and follows_auto(experiment.settings):
+        experiment = settle_windows(experiment, local_choice(experiment.settings, sketch))
     settings = experiment.settings
     starts = [checkpoint_step(seed_folder(experiment.folder, seed) / "checkpoint") or 0 for seed in todo]
     if few_are_fast and forecast(settings, sketch, starts, workers=1) < WORTH_WORKERS:

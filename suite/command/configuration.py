@@ -63,6 +63,7 @@ def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfi
     if not trains:
         return settings
     _check_subject(settings)
+    _check_windows(settings)
     return _settle_float64(settings)
 
 
@@ -110,6 +111,11 @@ def _keep_shared(config: DictConfig) -> None:
     config.scale = {k: v for k, v in config.scale.items() if k in ScaleName.model_fields}
 
 
+def follows_auto(settings: DictConfig) -> bool:
+    """Whether where a training's local windows begin is to be measured where it runs."""
+    return settings.kind == "training" and settings.local.windows == AUTO
+
+
 def digest(settings: DictConfig) -> str:
     """A short hash of the settings less seeds, paths and loggers; a seed that is set alone stays in."""
     identity = OmegaConf.to_container(settings)
@@ -117,6 +123,9 @@ def digest(settings: DictConfig) -> str:
         identity["seeds"] = {k: v for k, v in identity["seeds"].items() if v is not None}
     for key in _NOT_IDENTITY:
         identity.pop(key, None)
+    local = identity.pop("local", {})  # chosen where it runs, they are evidence of the same training
+    if local.get("windows", AUTO) != AUTO:
+        identity["local"] = {"windows": local["windows"], "updates": local["updates"]}
     for key in ("root", "time_limit"):
         identity.get("data", {}).pop(key, None)
     scale = identity.get("scale", {})
@@ -152,6 +161,15 @@ def _settle(settings: DictConfig) -> None:
         settings.workers = 1 if in_sweep() else seeds_at_once(settings.threads, settings.device)
     if settings.tf32 and settings.device == "cpu":  # nothing would be measured
         raise ConfigurationError("tf32=true: a CPU has no TF32; run it on a GPU, or write tf32=false")
+
+
+def _check_windows(settings: DictConfig) -> None:
+    windows = [] if settings.local.windows == AUTO else settings.local.windows
+    if late := [w for w in windows if w >= settings.steps]:
+        why = f"holds {late[0]}, and the last of {settings.steps} steps is {settings.steps - 1}"
+        raise ConfigurationError(
+            f"local.windows={list(windows)} {why}: leave it out, or write steps={late[0] + 1}"
+        )
 
 
 def _check_subject(settings: DictConfig) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Len, Lt
@@ -196,8 +197,20 @@ class Optimizer(Model):
     weight_decay: NotNegative = None
 
 
+class LocalWindows(Group):
+    windows: Literal["auto"] | list[whole(0)]
+    updates: whole(1)
+    share: Annotated[float, Gt(0), Lt(1), Must("must be a number above 0 and below 1")]
+
+    @model_validator(mode="after")
+    def _refuse_overlap(self) -> LocalWindows:
+        if self.windows != "auto" and any(b - a <= self.updates for a, b in pairwise(self.windows)):
+            raise PydanticCustomError("must", f"must rise by more than local.updates={self.updates}")
+        return self
+
+
 # what a single training has that is watched, stopped and gone on with: the kind "training" alone
-WATCHED = ("subject", "eval_every", "checkpoint_every", "keep_checkpoint", "float64_share")
+WATCHED = ("subject", "local", "eval_every", "checkpoint_every", "keep_checkpoint", "float64_share")
 
 
 class Training(Shared):
@@ -223,6 +236,7 @@ class Training(Shared):
     eval_images: whole(1) | None
     learning_rate_schedule: one_of("constant", "cosine")
     log_schedule: group(dense=whole(1), per_decade=whole(0))
+    local: LocalWindows
     probe_images: whole(1)
     checkpoint_every: auto_or(0)
     keep_checkpoint: bool

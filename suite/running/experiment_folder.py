@@ -17,12 +17,13 @@ from driftlab.record.environment import instruments
 from driftlab.record.files import OtherVersion, RecordError, Unreadable, remove_parts, write_whole
 from driftlab.record.seed_record import read_json, seed_folder
 from suite.command.command_line import overrides
-from suite.command.configuration import AUTO, digest
+from suite.command.configuration import AUTO, digest, follows_auto
 from suite.command.errors import ConfigurationError, one_line, refused_by_disk, storage
 from suite.command.seeds import format_seeds
 from suite.data.images import Images
 from suite.reading.stored import MEASUREMENTS, as_yaml, read_checked
 from suite.running.float64_steps import read_choice, with_choice
+from suite.running.local_choice import read_windows, with_windows
 from suite.running.ownership import OwnershipLost, owned_by_me
 from suite.showing.terminal import Terminal
 
@@ -33,6 +34,7 @@ class Experiment:
 
     Attributes:
         choice: of the number of float64 steps, where ``float64_steps=auto``, as it stands in the folder.
+        windows: of where local windows begin, where ``local.windows=auto``, likewise.
         outdated: the finished seeds seen so far that were probed by other instruments than today's.
     """
 
@@ -44,6 +46,7 @@ class Experiment:
     terminal: Terminal
     still_owner: Callable[[], None] = lambda: None  # raises OwnershipLost; asked before a seed leaves a file
     choice: dict | None = None
+    windows: dict | None = None
     outdated: set[int] = field(default_factory=set)
 
 
@@ -62,7 +65,11 @@ def look_up(settings: DictConfig, images: Images | None, terminal: Terminal) -> 
     choice = read_choice(folder) if settings.get("float64_steps") == AUTO else None
     if choice is not None:
         settings = with_choice(settings, choice)
-    return Experiment(settings, name, folder, images, _command(settings), terminal, choice=choice)
+    windows = read_windows(folder) if follows_auto(settings) else None
+    if windows is not None:
+        settings = with_windows(settings, windows)
+    terms = {"choice": choice, "windows": windows}
+    return Experiment(settings, name, folder, images, _command(settings), terminal, **terms)
 
 
 def make_folder(experiment: Experiment) -> None:

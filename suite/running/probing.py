@@ -24,14 +24,17 @@ from suite.data.batches import Batches
 from suite.reading.stored import read_checked, wrong_probe
 from suite.running.building import Built, build
 from suite.running.experiment_folder import Experiment
-from suite.running.recorder import Recorder, is_evaluated
+from suite.running.local_windows import walked
+from suite.running.recorder import Recorder
 
 # A replay keeps both networks at each of its steps: no more of them than that.
 LONGEST_REPLAY = 150
 ONE_RUN = "an experiment trains a seed once, beside one control; diagnose() trains twice, beside three"
 
 
-def probed(experiment: Experiment, built: Built, home: Path, start: int, train: Callable[[], dict]) -> dict:
+def probed(
+    experiment: Experiment, built: Built, home: Path, start: int, train: Callable[[Examined], dict]
+) -> dict:
     """``train``'s record of the seed with all that the probes found, before the training and after it.
 
     Args:
@@ -100,7 +103,12 @@ class SeedTraining:
     """
 
     def __init__(
-        self, experiment: Experiment, built: Built, home: Path, train: Callable[[], dict], probing: float
+        self,
+        experiment: Experiment,
+        built: Built,
+        home: Path,
+        train: Callable[[Examined], dict],
+        probing: float,
     ):
         self.pair, self.steps = built.pair, built.lockstep.steps
         self._experiment, self._built, self._home, self._train = experiment, built, home, train
@@ -118,14 +126,15 @@ class SeedTraining:
         return run
 
     def train(self, found: Examined) -> SeedRecord:
-        run = self._train() | {"float64": found.float64}
+        run = self._train(found) | {"float64": found.float64}
         self._began = time.perf_counter()
         tables = (read_table(self._home / name) for name in ("curves.csv", "evaluations.csv"))
         return SeedRecord(run["seed"], *tables, run)
 
     def after(self, found: Examined, record: SeedRecord) -> list[Finding]:
         self._seed = record.seed
-        return [REPEAT.not_applicable(ONE_RUN)]
+        local = record.run.get("local")  # of a seed that finished before there were any: none
+        return [REPEAT.not_applicable(ONE_RUN), *([Finding.from_dict(local["finding"])] if local else [])]
 
     def until(self, step: int) -> Snapshots:
         """Trained once more, since only the end of a seed is kept."""
@@ -163,14 +172,7 @@ class Replay:
         self._built, self.steps, self._settings = build(settings, experiment.images, seed), last, settings
 
     def walk(self) -> Iterator[int]:
-        lockstep, batches, settings = self._built.lockstep, self._built.batches, self._settings
-        for step in range(self.steps + 1):
-            yield step
-            if is_evaluated(step, settings.eval_every):  # a network may keep something of an evaluation
-                images = batches.test_batches(settings.eval_images, batches.batch_size)
-                lockstep.evaluate(step, list(images))
-            lockstep.forward_backward(step, *batches.batch(step))
-            lockstep.update(step)
+        return walked(self._built.lockstep, self._built.batches, self._settings, 0, self.steps)
 
     def arm(self, name: str) -> Arm:
         return next(a for a in self._built.lockstep.arms if a.name == name)

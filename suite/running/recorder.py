@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from driftlab.lockstep.checkpoint import read_checkpoint, save_checkpoint
 from driftlab.lockstep.loop import Lockstep
@@ -12,9 +13,11 @@ from driftlab.record.environment import environment
 from driftlab.record.seed_record import (
     CURVES,
     EVALUATIONS,
+    LOCAL,
     RecordError,
     Row,
     columns,
+    local_columns,
     read_table,
     table_sha256,
     write_table,
@@ -22,6 +25,9 @@ from driftlab.record.seed_record import (
 from suite.data.batches import Batches
 from suite.running.pace import Pace
 from suite.showing.loggers import MetricsLogger
+
+if TYPE_CHECKING:
+    from suite.running.local_windows import LocalWindows
 
 TABLES = {"curves.csv": CURVES, "evaluations.csv": EVALUATIONS}
 
@@ -67,7 +73,15 @@ class Recorder:
         self.evaluations: dict[int, dict[str, float]] = {}
         self.files: dict[str, str] = {}
         self.parts = [{"from": 0, "environment": environment(batches.device)}]
+        self._local: LocalWindows | None = None
+        self._local_stored: tuple[int, list[Row], dict] | None = None
         self._last_logged = -1
+
+    def follow(self, local: LocalWindows) -> None:
+        """Takes these local windows between the steps, from where the checkpoint stands."""
+        self._local = local
+        if self._local_stored is not None:
+            local.resume(*self._local_stored)
 
     def resume(self) -> int:
         """Restore arms and rows; the step to go on with. Raises RecordError where they are damaged."""
@@ -84,6 +98,7 @@ class Recorder:
         expected = [s for s in range(step) if self.lockstep.is_logged(s)]
         if list(self.lockstep.rows) != expected:
             raise RecordError(f"{self.home / 'curves.csv'} is damaged: rows before step {step} are missing")
+        self._resume_local(step, notes)
         for name, _, rows in self._tables():
             # in the columns that it has: a curve may have been declared since
             if table_sha256(stored[name].header, rows) != notes["files"][name]:
@@ -94,10 +109,22 @@ class Recorder:
             self.parts.append({"from": step, "environment": here})
         return step
 
+    def _resume_local(self, step: int, notes: dict) -> None:
+        """Of the windows that began before ``step``; a checkpoint without any goes on without those."""
+        rows: list[Row] = []
+        if LOCAL in notes["files"]:
+            stored = read_table(self.home / LOCAL)
+            rows = [row for row in stored if row["step"] - row["updates"] < step]
+            if table_sha256(stored.header, rows) != notes["files"][LOCAL]:
+                raise RecordError(f"{self.home / LOCAL} is damaged: it is not what the checkpoint says")
+        self._local_stored = step, rows, notes.get("local", {})
+
     def before_step(self, step: int) -> None:
-        """Evaluate where it is time to."""
+        """Evaluate and follow the pair from here where it is time to."""
         if step in {arm.horizon for arm in self.lockstep.arms} or is_evaluated(step, self.eval_every):
             self.evaluate(step)
+        if self._local:
+            self._local.before_step(step)
 
     def after_step(self, step: int) -> None:
         """Log, show and store where it is time to."""
@@ -114,10 +141,15 @@ class Recorder:
             self.still_owner()
             self.write_tables()
             notes = {"files": self.files, "parts": self.parts}
+            notes |= {"local": self._local.notes} if self._local else {}
             save_checkpoint(self.lockstep, next_step, self.home / "checkpoint", notes)
 
     def write_tables(self) -> None:
         self.files = {name: write_table(self.home / name, *table) for name, *table in self._tables()}
+        if self._local and (rows := self._local.rows):
+            arms = dict.fromkeys(c.partition("/")[2] for row in rows for c in row if "/" in c)
+            full = [{"epoch": self.batches.epoch(int(row["step"])), **row} for row in rows]
+            self.files[LOCAL] = write_table(self.home / LOCAL, local_columns(arms), full)
 
     def _tables(self) -> Iterator[tuple[str, list[str], Iterable[Row]]]:
         """Name, columns and rows of each."""
@@ -127,8 +159,10 @@ class Recorder:
             yield name, columns(TABLES[name], arms), full
 
     def log_new_rows(self) -> None:
-        for step in [s for s in self.lockstep.rows if s > self._last_logged]:
-            row = {"epoch": self.batches.epoch(step), **self.lockstep.rows[step]}
+        rows, local = self.lockstep.rows, self._local.logged() if self._local else {}
+        known = max(rows, default=-1)  # a GPU tells of its rows late
+        for step in sorted(s for s in {*rows, *local} if self._last_logged < s <= known):
+            row = {"epoch": self.batches.epoch(step), **rows.get(step, {}), **local.get(step, {})}
             self.logger.log(step, row | self.evaluations.get(step, {}))
             self._last_logged = step
 

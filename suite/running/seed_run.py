@@ -9,6 +9,7 @@ import warnings
 from contextlib import contextmanager
 from pathlib import Path
 
+from driftlab.inquiry import Examined
 from driftlab.lockstep.checkpoint import checkpoint_step
 from driftlab.lockstep.loop import Lockstep
 from driftlab.record.seed_record import write_sealed
@@ -17,6 +18,7 @@ from suite.command.users_code import told
 from suite.data.batches import Batches
 from suite.running.building import Built, build
 from suite.running.experiment_folder import Experiment, take_up
+from suite.running.local_windows import LocalWindows
 from suite.running.pace import Warned
 from suite.running.probing import finished_record, probed, take_to_its_end
 from suite.running.recorder import Recorder
@@ -61,11 +63,13 @@ def _train(experiment: Experiment, seed: int, home: Path) -> None:
     else:
         start = take_to_its_end(built, recorder, finished)
 
-    def training() -> dict:
+    def training(found: Examined) -> dict:
         if finished is not None:
             return finished
+        local = LocalWindows(settings, built, found)
+        recorder.follow(local)
         fit(built.lockstep, built.batches, recorder, start)
-        return run_record(experiment, seed, built, began, recorder, start)
+        return run_record(experiment, seed, built, began, recorder, start) | {"local": local.ended()}
 
     record = probed(experiment, built, home, start, training)
     experiment.still_owner()

@@ -24,6 +24,7 @@ def training_plan(
         "arms": ", ".join(sketch.arms),
         "seeds": _seeds(settings, seeds, todo),
         "steps": _steps(experiment),
+        "local windows": _windows(experiment),
         "network": f"{_network(settings)}, {sketch.parameters:,} parameters, {settings.device}",
         "data": _data(images),
         "scale": _scale(settings),
@@ -71,6 +72,12 @@ def _steps(experiment: Experiment) -> str:
     else:
         text = ", ".join(f"{steps[dtype]} in {dtype}" for dtype in settings.dtypes)
     return f"{text} of batch {settings.batch_size}" + (f" (float64: {choice['why']})" if choice else "")
+
+
+def _windows(experiment: Experiment) -> str:
+    begins, choice = experiment.settings.local.windows, experiment.windows
+    at = f"from steps {', '.join(map(str, begins))}" if begins and begins != "auto" else "none"
+    return f"{at} ({choice['why']})" if choice else at
 
 
 def _network(settings: DictConfig) -> str:

@@ -1,0 +1,72 @@
+"""What local windows along a training say: which leaves its controls, and what a look on the spot finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from driftlab.diagnosis import diagnosed
+from driftlab.inquiry import Examined
+from driftlab.lockstep.local import as_record, windows_of
+from driftlab.lockstep.window import Batch
+from driftlab.network.pair import Pair
+from driftlab.probes.local_windows import PROBE
+from driftlab.record.seed_record import Row
+from driftlab.verdict.envelope import first_excess, honoured, window_pair
+from driftlab.verdict.rules import judge
+from driftlab.words import DiagnoseError, Finding, Verdict
+
+# What the look may find that is more than rounding carried on: it stands as it is.
+_SETTLED = (Verdict.BUG, Verdict.NONDETERMINISTIC, Verdict.REDUCED_PRECISION)
+_SAME_FUNCTION = (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL, Verdict.UNSTABLE)
+
+
+def times_the_controls(rows: Sequence[Row], found: Examined) -> float | None:
+    """The most by which a window's pair is further apart than its controls; None where there is none."""
+    return window_pair([_record(rows, found)], "candidate")[0].measured
+
+
+def leaves_its_controls(rows: Sequence[Row], found: Examined) -> bool:
+    """Whether a window shows more than rounding, in training, in eval mode or in its buffers."""
+    return first_excess([_record(rows, found)], found.narrow) is not None
+
+
+def _record(rows: Sequence[Row], found: Examined):
+    return honoured(as_record(rows, 0, {"float64": found.float64}))
+
+
+def look_on_the_spot(
+    pair: Pair, batches: Sequence[Batch], begins: int, rows: Sequence[Row], found: Examined
+) -> Finding:
+    """All of ``diagnose`` about a pair as ``local.pair_at`` makes it, whose window left its controls.
+
+    Args:
+        batches: of the steps from ``begins`` on, one more than updates.
+    """
+    times = times_the_controls(rows, found)
+    try:
+        judgement = judge([diagnosed(pair, batches, len(batches) - 1)]).begun_at(begins)
+    except DiagnoseError as error:
+        return PROBE.finding(
+            times, None, f"the window from step {begins} leaves them, and cannot be looked at: {error}"
+        )
+    said = judgement.headline.removesuffix(" (1 seed)")
+    if judgement.verdict in _SETTLED:
+        where = judgement.where
+        says = said.removeprefix("not the same function: ").replace(str(where), "{place}") if where else said
+        return PROBE.finding(times, judgement.verdict, says, where)
+    if judgement.verdict in _SAME_FUNCTION:
+        says = f"the window from step {begins} leaves them; looked at on the spot: {said}"
+        return PROBE.finding(0.0, Verdict.ROUND_OFF, says)
+    return PROBE.finding(times, None, f"the window from step {begins} leaves them, and why is open: {said}")
+
+
+def all_stay(rows: Sequence[Row], found: Examined) -> Finding:
+    """Of a training none of whose windows leaves its controls."""
+    windows = windows_of(rows)
+    times = [t for window in windows.values() if (t := times_the_controls(window, found)) is not None]
+    if not times:
+        return PROBE.not_applicable("there is no such pair with a control")
+    where = f"{len(windows)} window{'s' * (len(windows) > 1)}, from step {min(windows)} to {max(windows)}"
+    return PROBE.finding(
+        max(times), Verdict.ROUND_OFF, f"at most {max(times):.2g} times the controls ({where}): rounding"
+    )

@@ -1,0 +1,89 @@
+"""``local.windows=auto``: where a seed's local windows begin, chosen once an experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig
+
+from driftlab.lockstep.arm import ENSEMBLE
+from driftlab.record.files import write_whole
+from suite.command.errors import storage
+from suite.reading.stored import as_yaml
+from suite.running import chosen
+from suite.running.costs import Sketch, training_seconds
+
+if TYPE_CHECKING:
+    from suite.running.experiment_folder import Experiment
+
+NAME = "local_windows"
+# The next where the training is at least this much longer: what one misses shows in the next.
+CLOSEST = 1.5
+
+
+def local_choice(settings: DictConfig, sketch: Sketch) -> dict:
+    """``local_windows`` as many as ``local.share`` of the training pays, and ``why``."""
+    training = sum(
+        training_seconds(settings, cost, settings.float64_steps if d == "float64" else settings.steps)
+        for d, cost in sketch.costs.items()
+    )
+    # beside the pair as many controls as ``diagnose`` has
+    arms = (2 + len(ENSEMBLE)) / len(settings.roles)
+    one = (settings.local.updates + 1) * arms * sum(c.step + c.row for c in sketch.costs.values())
+    begins = spread(settings.steps, int(settings.local.share * training / one), settings.local.updates)
+    why = f"{len(begins) * one / training:.0%} of the training, {one:.2g} s each on {sketch.device}"
+    if not begins:
+        share = f"local.share={settings.local.share}"
+        why = f"one takes {one:.2g} s, the training {training:.2g} s: {share} pays none"
+    return {NAME: begins, "why": why}
+
+
+def spread(steps: int, most: int, updates: int) -> list[int]:
+    """At most so many steps, evenly in the logarithm, the last as late as a window ends with the training.
+
+    None overlaps another, or the first updates, which the curves themselves show.
+    """
+    last = steps - updates
+    for count in range(most, 0, -1):
+        begins = [round(last ** ((k + 1) / count)) for k in range(count)]
+        begins = [b for b in begins if b > updates]
+        if begins and all(b >= max(a * CLOSEST, a + updates + 1) for a, b in pairwise(begins)):
+            return begins
+    return []
+
+
+def read_windows(folder: Path) -> dict | None:
+    """What was chosen for the experiment in ``folder``. Raises ConfigurationError where it is damaged."""
+    return chosen.read_choice(folder, NAME, _are_windows)
+
+
+def settle_windows(experiment: Experiment, choice: dict) -> Experiment:
+    """The experiment with the windows that stand in its folder: those of ``choice``, if it comes first.
+
+    Raises:
+        Unfinished: the disk refuses the file.
+    """
+    settings, folder = experiment.settings, experiment.folder
+    with storage(settings.results, lambda: "no seed was begun"):
+        choice = chosen.first_of_all(folder, NAME, choice, _are_windows)
+        settings = with_windows(settings, choice)
+        write_whole(folder / "experiment.yaml", as_yaml(settings))
+    return replace(experiment, settings=settings, windows=choice)
+
+
+def with_windows(settings: DictConfig, choice: dict) -> DictConfig:
+    settings = settings.copy()
+    settings.local.windows = choice[NAME]
+    return settings
+
+
+def _are_windows(begins: object) -> bool:
+    return (
+        isinstance(begins, Sequence)
+        and all(isinstance(b, int) and b >= 0 for b in begins)
+        and all(b > a for a, b in pairwise(begins))
+    )

@@ -1,0 +1,197 @@
+"""The local windows of a seed: taken between its steps, stored with them, and looked into where one is bad."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+
+from omegaconf import DictConfig
+
+from driftlab.along import all_stay, leaves_its_controls, look_on_the_spot
+from driftlab.inquiry import Examined
+from driftlab.lockstep.arm import Arm, make_arm
+from driftlab.lockstep.local import growth, has_a_way_back, local_rows, pair_at, windows_of
+from driftlab.lockstep.loop import Lockstep
+from driftlab.lockstep.window import Batch
+from driftlab.network.pair import Pair
+from driftlab.probes.local_windows import PROBE
+from driftlab.record.seed_record import Row
+from driftlab.words import Finding, settled_by
+from suite.data.batches import Batches
+from suite.running.building import Built
+from suite.running.networks import make_scheduler
+from suite.running.recorder import is_evaluated
+
+_PAIR = ("reference.float32", "candidate.float32")
+
+
+class LocalWindows:
+    """Of one seed. It watches the training (``before_step``) and leaves it as it was.
+
+    Attributes:
+        rows: of ``local.csv``.
+        finding: what a look on the spot found, where a window left its controls.
+        seconds: what all of it took.
+    """
+
+    def __init__(self, settings: DictConfig, built: Built, found: Examined):
+        self._settings, self._built, self._found = settings, built, found
+        self._begins, self._updates = set(settings.local.windows), settings.local.updates
+        self.rows: list[Row] = []
+        self.finding: Finding | None = None
+        self.seconds = 0.0
+        self.why_not = _why_not(built, found) if self._begins else "none were asked for (local.windows)"
+        self._good: int | None = None  # the last window that stayed with its controls
+        self._kept: tuple[int, list[Arm]] | None = (
+            None  # the float32 pair as it was then, or when it was resumed
+        )
+
+    def resume(self, step: int, rows: list[Row], notes: dict) -> None:
+        """Goes on from a checkpoint: ``rows`` of the windows that began before ``step``."""
+        self.rows = rows
+        self.seconds = notes.get("seconds", 0.0)
+        self.finding = Finding.from_dict(notes["finding"]) if notes.get("finding") else None
+        self._good = max((w for w, r in windows_of(rows).items() if not self._is_bad(r)), default=None)
+        if not self.why_not:
+            self._keep(step)
+
+    @property
+    def notes(self) -> dict:
+        """What a checkpoint, and ``run.json``, hold of it beside the rows."""
+        found = {"finding": self.finding.as_dict()} if self.finding else {}
+        return {"updates": self._updates, "seconds": round(self.seconds, 3), **found}
+
+    def before_step(self, step: int) -> None:
+        """Takes a window where one begins."""
+        if self.why_not or step not in self._begins or self._blown_up():
+            return
+        began = time.perf_counter()
+        rows = self._window(step, *(self._arm(name) for name in _PAIR))
+        self.rows += rows
+        if not self._is_bad(rows):
+            self._good = step
+            self._keep(step)
+        elif self.finding is None or not settled_by([self.finding]):
+            self.finding = self._look(step)
+        self.seconds += time.perf_counter() - began
+
+    def logged(self) -> dict[int, dict[str, float]]:
+        """The step at which a window begins -> what a logger is told of it."""
+        return {begins: _logged(rows) for begins, rows in windows_of(self.rows).items()}
+
+    def ended(self) -> dict:
+        """What ``run.json`` says of them."""
+        begun = sorted(windows_of(self.rows))
+        return {**self.notes, "windows": begun, "finding": self.after().as_dict()}
+
+    def after(self) -> Finding:
+        """What all windows together say."""
+        if self.finding:
+            return self.finding
+        if self.why_not:
+            return PROBE.not_applicable(self.why_not)
+        if not self.rows:
+            return PROBE.not_applicable("the reference blew up before the first window")
+        return all_stay(self.rows, self._found)
+
+    def _arm(self, name: str) -> Arm:
+        return next(a for a in self._built.lockstep.arms if a.name == name)
+
+    def _blown_up(self) -> bool:
+        self._built.lockstep.flush()
+        return self._arm(_PAIR[0]).blown_up_at is not None
+
+    def _is_bad(self, rows: list[Row]) -> bool:
+        return leaves_its_controls(rows, self._found)
+
+    def _batches(self, step: int) -> list[Batch]:
+        return [self._built.batches.batch(step + k) for k in range(self._updates + 1)]
+
+    def _pair(self, step: int, reference: Arm, candidate: Arm) -> Pair:
+        return pair_at(self._built.pair, reference, candidate.module, step)
+
+    def _window(self, step: int, reference: Arm, candidate: Arm) -> list[Row]:
+        pair = self._pair(step, reference, candidate)
+        return local_rows(pair, self._batches(step), step, float64=self._found.float64)
+
+    def _keep(self, step: int) -> None:
+        self._kept = step, [_twin(self._arm(name), self._built.pair, self._settings) for name in _PAIR]
+
+    def _look(self, bad: int) -> Finding:
+        """At the first step from which on a window is bad, by bisection since the last that was good."""
+        first, arms = bad, [self._arm(name) for name in _PAIR]
+        if self._kept is not None:
+            first, arms = self._first_bad(bad, arms)
+        rows = self._window(first, *arms)
+        since = "" if self._good is None else f"; the window from step {self._good} stays with its controls"
+        found = look_on_the_spot(self._pair(first, *arms), self._batches(first), first, rows, self._found)
+        return found.adding(since)
+
+    def _first_bad(self, bad: int, at_bad: list[Arm]) -> tuple[int, list[Arm]]:
+        """The first window that leaves its controls, and the float32 pair before its first step."""
+        good, arms = self._kept
+        if good == bad or (good != self._good and self._is_bad(self._window(good, *arms))):
+            return good, arms  # resumed behind the step at which it set in
+        while bad - good > 1:
+            middle = (good + bad) // 2
+            trained = self._trained(arms, good, middle)
+            if self._is_bad(self._window(middle, *trained)):
+                bad, at_bad = middle, trained
+            else:
+                good, arms = middle, trained
+        return bad, at_bad
+
+    def _trained(self, arms: list[Arm], start: int, stop: int) -> list[Arm]:
+        """Copies of the pair, trained and evaluated from ``start`` to ``stop`` as this seed does."""
+        twins = [_twin(arm, self._built.pair, self._settings) for arm in arms]
+        mine = self._built.lockstep
+        lockstep = Lockstep(twins, mine.loss, mine.seed, logged=lambda step: False)
+        for _ in walked(lockstep, self._built.batches, self._settings, start, stop):
+            pass
+        return twins
+
+
+def walked(
+    lockstep: Lockstep, batches: Batches, settings: DictConfig, start: int, stop: int
+) -> Iterator[int]:
+    """Trains and evaluates as a seed does; before each step from ``start`` to ``stop`` its number."""
+    for step in range(start, stop + 1):
+        yield step
+        if step == stop:
+            return
+        if is_evaluated(step, settings.eval_every):  # a network may keep something of an evaluation
+            images = batches.test_batches(settings.eval_images, batches.batch_size)
+            lockstep.evaluate(step, list(images))
+        lockstep.forward_backward(step, *batches.batch(step))
+        lockstep.update(step)
+
+
+def _why_not(built: Built, found: Examined) -> str:
+    if built.pair is None or not {*_PAIR} <= {arm.name for arm in built.lockstep.arms}:
+        return "there is no pair in float32 to follow"
+    if settled_by(found.findings):
+        return "the probes have settled it before any update"
+    back = has_a_way_back(built.pair)
+    return f"the candidate cannot be put where the reference is: {back}" if back else ""
+
+
+def _twin(arm: Arm, pair: Pair, settings: DictConfig) -> Arm:
+    """The arm as it stands, to be trained apart from it."""
+    optimizer = pair.candidate_optimizer if arm.role == "candidate" else pair.optimizer
+    scheduler = make_scheduler(settings)
+    twin = make_arm(
+        arm.role, arm.dtype, arm.module, optimizer, arm.horizon, fold=arm.fold, scheduler=scheduler
+    )
+    twin.optimizer.load_state_dict(copy.deepcopy(arm.optimizer.state_dict()))
+    if arm.scheduler is not None:
+        twin.scheduler.load_state_dict(copy.deepcopy(arm.scheduler.state_dict()))
+    return twin
+
+
+def _logged(rows: list[Row]) -> dict[str, float]:
+    """``local/<kind>/<arm>``: distances at the end of a window; ``local/growth/<arm>``: of weights, an update."""
+    last = {f"local/{c}": v for c, v in rows[-1].items() if "distance" in c}
+    arms = (c.partition("/")[2] for c in rows[-1] if c.startswith("weight_distance/"))
+    grown = {f"local/growth/{arm}": growth(rows, f"weight_distance/{arm}") for arm in arms}
+    return last | {c: v for c, v in grown.items() if v is not None}
