@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from driftlab.diagnosis import diagnosed
 from driftlab.inquiry import Examined
-from driftlab.lockstep.local import as_record, windows_of
 from driftlab.lockstep.window import Batch
 from driftlab.network.pair import Pair
 from driftlab.probes.local_windows import PROBE
+from driftlab.record.local_windows import as_record, windows_of
 from driftlab.record.seed_record import Row
 from driftlab.verdict.envelope import first_excess, honoured, window_pair
 from driftlab.verdict.rules import judge

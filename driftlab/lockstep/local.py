@@ -8,7 +8,7 @@ Lyapunov exponent of the training at that step (Ott, "Chaos in Dynamical Systems
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -21,7 +21,7 @@ from driftlab.lockstep.carried import Carried
 from driftlab.lockstep.window import Batch, Window
 from driftlab.network.calling import step_seed
 from driftlab.network.pair import Pair, without_gradients
-from driftlab.record.seed_record import CURVES, EVALUATIONS, Row, SeedRecord
+from driftlab.record.seed_record import Row
 
 
 def pair_at(pair: Pair, reference: Arm, candidate: nn.Module, step: int) -> Pair:
@@ -69,31 +69,3 @@ def local_rows(pair: Pair, batches: Sequence[Batch], begins: int, *, float64: bo
     return [
         {**row, **seen.get(k, {}), "step": begins + k, "updates": k} for k, row in enumerate(found.curves)
     ]
-
-
-def windows_of(rows: Sequence[Row]) -> dict[int, list[Row]]:
-    """The step at which a window begins -> its rows."""
-    found: dict[int, list[Row]] = {}
-    for row in rows:
-        found.setdefault(int(row["step"] - row["updates"]), []).append(row)
-    return found
-
-
-def as_record(rows: Sequence[Row], seed: int, run: Mapping) -> SeedRecord:
-    """One window as the record of a seed whose training is those few updates."""
-
-    def table(kinds: Sequence[str]) -> list[Row]:
-        kept = [{c: v for c, v in row.items() if c.partition("/")[0] in kinds} for row in rows]
-        steps = (int(row["updates"]) for row in rows)
-        return [{"step": step, **row} for step, row in zip(steps, kept, strict=True) if row]
-
-    arms = dict.fromkeys(c.partition("/")[2] for row in rows for c in row if "/" in c)
-    return SeedRecord(seed, table(CURVES), table(EVALUATIONS), {**run, "arms": {arm: {} for arm in arms}})
-
-
-def growth(rows: Sequence[Row], column: str) -> float | None:
-    """By how much a distance grows an update, the geometric mean from the first update of a window on."""
-    values = [row[column] for row in rows if row["updates"] and column in row]
-    if len(values) < 2 or not values[0] > 0:
-        return None
-    return float((values[-1] / values[0]) ** (1 / (len(values) - 1)))

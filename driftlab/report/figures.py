@@ -18,6 +18,7 @@ from driftlab.measures.weight_distance import MEASURE as WEIGHT_DISTANCE
 from driftlab.record.seed_record import SeedRecord
 from driftlab.report import axes as scale
 from driftlab.report.lines import CROSSES, Medium, blown_up, bottom_up, draw_line
+from driftlab.report.local_windows import local_drift
 from driftlab.report.series import (
     MOST_LINES,
     Bundle,
@@ -70,8 +71,11 @@ class Drawing:
 
 def drawings(records: Sequence[SeedRecord]) -> list[Drawing]:
     """The curves that are declared to be figures, less those without a finite value."""
-    found = [(m, bundles_of(records, m, _arms(records, m))) for m in drawn_measures()]
-    return [_drawn(m, b, records) for m, b in found if any(np.isfinite(d.values).any() for d in b)]
+    along, windows = local_drift(records)
+    of = [(measure, records) for measure in drawn_measures()]
+    of[1:1] = [(along, windows)]  # beside the free-running drift
+    found = [(m, bundles_of(r, m, _arms(r, m)), r) for m, r in of if r]
+    return [_drawn(m, b, r) for m, b, r in found if any(np.isfinite(d.values).any() for d in b)]
 
 
 def _arms(records: Sequence[SeedRecord], measure: Measure) -> list[str]:

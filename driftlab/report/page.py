@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from driftlab.record import differing as environments
 from driftlab.record.seed_record import SeedRecord, write_whole
 from driftlab.report import tables
+from driftlab.report.local_windows import local_table
 from driftlab.report.sections import MISSING, Answer, in_page, number, percent, shown
 from driftlab.report.series import MOST_LINES, all_arms
 from driftlab.words import Judgement
@@ -56,6 +57,7 @@ def as_page(
         answer=_answered(answer) if answer else None,
         comparison=tables.comparison(records),
         drawings=drawings,
+        local=local_table(records),
         roles={arm.partition(".")[0] for arm in all_arms(records)},
         layers=layers,
         switches=list(dict.fromkeys(switches)),

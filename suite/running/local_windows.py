@@ -1,4 +1,4 @@
-"""The local windows of a seed: taken between its steps, stored with them, and looked into where one is bad."""
+"""The local windows of a seed: taken between its steps, stored with them, looked into where one is bad."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from omegaconf import DictConfig
 from driftlab.along import all_stay, leaves_its_controls, look_on_the_spot
 from driftlab.inquiry import Examined
 from driftlab.lockstep.arm import Arm, make_arm
-from driftlab.lockstep.local import growth, has_a_way_back, local_rows, pair_at, windows_of
+from driftlab.lockstep.local import has_a_way_back, local_rows, pair_at
 from driftlab.lockstep.loop import Lockstep
 from driftlab.lockstep.window import Batch
 from driftlab.network.pair import Pair
 from driftlab.probes.local_windows import PROBE
+from driftlab.record.local_windows import growth, windows_of
 from driftlab.record.seed_record import Row
 from driftlab.words import Finding, settled_by
 from suite.data.batches import Batches
@@ -190,7 +191,7 @@ def _twin(arm: Arm, pair: Pair, settings: DictConfig) -> Arm:
 
 
 def _logged(rows: list[Row]) -> dict[str, float]:
-    """``local/<kind>/<arm>``: distances at the end of a window; ``local/growth/<arm>``: of weights, an update."""
+    """``local/<kind>/<arm>``: distances at its end; ``local/growth/<arm>``: of weights, an update."""
     last = {f"local/{c}": v for c, v in rows[-1].items() if "distance" in c}
     arms = (c.partition("/")[2] for c in rows[-1] if c.startswith("weight_distance/"))
     grown = {f"local/growth/{arm}": growth(rows, f"weight_distance/{arm}") for arm in arms}
