@@ -106,6 +106,16 @@ def read_table(path: Path, sha256: str | None = None) -> ColumnTable:
     return rows
 
 
+def read_local(path: Path, sha256: str | None = None) -> ColumnTable:
+    """As ``read_table``, of local windows: each row says how many updates ago its window began."""
+    rows = read_table(path, sha256)
+    behind = zip(rows.column("step", missing=math.nan), rows.column("updates", missing=math.nan), strict=True)
+    for number, (step, updates) in enumerate(behind, start=2):
+        if not (0 <= updates <= step and updates == int(updates)):
+            raise RecordError(f"{path} is damaged: line {number} belongs to no window")
+    return rows
+
+
 def _by_column(path: Path, header: list[str], lines: list[list[str]]) -> ColumnTable:
     # no cell is quoted: where a link leads elsewhere, it may be of another file
     for number, line in enumerate(lines, start=2):
@@ -170,7 +180,7 @@ def read_seed(folder: Path, seed: int) -> SeedRecord | None:
         raise RecordError(f"{path} is damaged: it is no record of seed {seed}")
     files = _files(path, run)
     tables = (read_table(home / name, files.pop(name, None)) for name in ("curves.csv", "evaluations.csv"))
-    local = read_table(home / LOCAL, files.pop(LOCAL)) if LOCAL in files else ()
+    local = read_local(home / LOCAL, files.pop(LOCAL)) if LOCAL in files else ()
     record = SeedRecord(seed, *tables, run, local=local)
     for name, sha256 in files.items():
         if hashlib.sha256(read_whole(home / name)).hexdigest() != sha256:

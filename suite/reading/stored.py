@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -151,7 +152,7 @@ def read_checked(folder: Path, seed: int) -> SeedRecord | None:
     run = record.run | {key: finite(record.run.get(key) or []) for key in ("probes", "layers")}
     if wrong := _wrong_key(run) or _wrong_arms(run["arms"]) or wrong_probe(run["probes"]):
         raise RecordError(f"{file} is damaged: {wrong} cannot be read")
-    return SeedRecord(seed, record.curves, record.evaluations, run)
+    return replace(record, run=run)
 
 
 def _wrong_key(run: Mapping) -> str | None:

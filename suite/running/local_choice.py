@@ -47,13 +47,14 @@ def spread(steps: int, most: int, updates: int) -> list[int]:
 
     None overlaps another, or the first updates, which the curves themselves show.
     """
-    last = steps - updates
-    for count in range(most, 0, -1):
-        begins = [round(last ** ((k + 1) / count)) for k in range(count)]
-        begins = [b for b in begins if b > updates]
-        if begins and all(b >= max(a * CLOSEST, a + updates + 1) for a, b in pairwise(begins)):
+    first, last = updates + 1, steps - updates
+    if last < first or most < 1:
+        return []
+    for count in range(most, 1, -1):
+        begins = [round(first * (last / first) ** (k / (count - 1))) for k in range(count)]
+        if all(b >= max(a * CLOSEST, a + updates + 1) for a, b in pairwise(begins)):
             return begins
-    return []
+    return [last]
 
 
 def read_windows(folder: Path) -> dict | None:

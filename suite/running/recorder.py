@@ -18,6 +18,7 @@ from driftlab.record.seed_record import (
     Row,
     columns,
     local_columns,
+    read_local,
     read_table,
     table_sha256,
     write_table,
@@ -113,7 +114,7 @@ class Recorder:
         """Of the windows that began before ``step``; a checkpoint without any goes on without those."""
         rows: list[Row] = []
         if LOCAL in notes["files"]:
-            stored = read_table(self.home / LOCAL)
+            stored = read_local(self.home / LOCAL)
             rows = [row for row in stored if row["step"] - row["updates"] < step]
             if table_sha256(stored.header, rows) != notes["files"][LOCAL]:
                 raise RecordError(f"{self.home / LOCAL} is damaged: it is not what the checkpoint says")

@@ -6,13 +6,16 @@ a line an experiment and arm, its median over seeds, the band from the lowest se
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import wandb_workspaces.reports.v2 as wr
 import wandb_workspaces.workspaces as ws
 from wandb_workspaces import expr
 
 from driftlab.measures import Measure, by_section
+from driftlab.measures.measure import DRIFT, Scale
+from driftlab.measures.weight_distance import MEASURE as WEIGHT_DISTANCE
 
 TITLE = "driftlab: round-off, unstable training, or a bug in the rewrite?"
 
@@ -23,6 +26,20 @@ DRIFTING = (
 )
 # What of the others tells most.
 NARROW = ("reference.float32", "candidate.float32", "control.float32")
+
+# What a seed tells of its local windows, at the step where each begins.
+LOCAL = (
+    replace(
+        WEIGHT_DISTANCE, name="local/weight_distance", title="Weight distance at the end of a local window"
+    ),
+    replace(
+        WEIGHT_DISTANCE,
+        name="local/growth",
+        title="Growth of it, an update",
+        unit="factor",
+        scale=Scale.VALUE,
+    ),
+)
 
 # The data set stands beside every verdict: a stand-in must not be taken for the real one. W&B's own names of
 # columns: `.value` comes after the first part of a config key.
@@ -43,7 +60,7 @@ def workspace(project: str, entity: str) -> ws.Workspace:
         name="driftlab",
         sections=[
             ws.Section("Verdicts", _verdicts(), is_open=True),
-            *(ws.Section(name, list(_charts(drawn)), is_open=True) for name, drawn in by_section().items()),
+            *(ws.Section(name, charts, is_open=True) for name, charts in _sections()),
         ],
         settings=ws.WorkspaceSettings(x_axis="step", max_runs=100),
         runset_settings=ws.RunsetSettings(
@@ -65,8 +82,8 @@ def report(project: str, entity: str) -> wr.Report:
         return wr.PanelGrid(runsets=[runs], panels=panels)
 
     blocks = [wr.MarkdownBlock(INTRODUCTION), wr.H2("Verdicts"), grid("verdict", _verdicts())]
-    for name, drawn in by_section().items():
-        blocks += [wr.H2(name), grid("seed", list(_charts(drawn)))]
+    for name, charts in _sections():
+        blocks += [wr.H2(name), grid("seed", charts)]
     return wr.Report(
         project=project,
         entity=entity,
@@ -112,6 +129,14 @@ def _verdicts() -> list:
         wr.WeavePanelSummaryTable(table_name="evidence", layout=wr.Layout(y=0, h=10, **wide)),
         wr.MediaBrowser(title="Report", media_keys=["report"], layout=wr.Layout(y=10, h=16, **wide)),
     ]
+
+
+def _sections() -> Iterator[tuple[str, list[wr.LinePlot]]]:
+    """Name and charts of each; local drift stands behind the free-running one."""
+    for name, drawn in by_section().items():
+        yield name, list(_charts(drawn))
+        if name == DRIFT:
+            yield "Local windows", list(_charts(LOCAL))
 
 
 def _charts(drawn: Iterable[Measure]) -> Iterable[wr.LinePlot]:

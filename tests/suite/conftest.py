@@ -86,8 +86,9 @@ def judged(tmp_path):
     def run(*overrides: str) -> dict:
         register_resolvers()
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            training.run(compose("config", small(overrides, tmp_path)))
-        (file,) = tmp_path.rglob("verdict.json")
+            settings = compose("config", small(overrides, tmp_path))
+            training.run(settings)
+        (file,) = Path(settings.results).rglob("verdict.json")
         return json.loads(file.read_text())
 
     return run

@@ -165,7 +165,7 @@ def test_a_seed_says_what_was_chosen_and_the_next_one_takes_it(judged, tmp_path,
     tiny = ["dtypes=[float32,float64]", "steps=3", "batch_size=4", "eval_images=4", "workers=1", "threads=1"]
     command = ["+experiment=control", "float64_steps=auto", *tiny]
     judged(*command, "seed=0")
-    (file,) = Path(tmp_path).rglob("chosen.json")
+    (file,) = Path(tmp_path).rglob("float64_steps/chosen.json")
     chosen = json.loads(file.read_text())
     assert "float64" in " ".join(capsys.readouterr().out.split())
     judged(*command, "seed=1", "float64_share=0.5")

@@ -54,7 +54,8 @@ def test_every_column_of_curves_and_evaluations_has_a_chart_on_the_step_axis(spe
     in_report = [p for _, panels in of_report(specs) for p in panels]
     for panels in (in_workspace, in_report):
         drawn = charts(panels).values()
-        assert {metric.split("/")[0] for c in drawn for metric in c["metrics"]} == {*CURVES, *EVALUATIONS}
+        named = {metric.rpartition("/")[0] for c in drawn for metric in c["metrics"]}
+        assert named == {*CURVES, *EVALUATIONS, "local/weight_distance", "local/growth"}
         assert {c["xAxis"] for c in drawn} == {"step"}
         assert all("candidate.float32" in " ".join(c["metrics"]) for c in drawn)
 
