@@ -4,21 +4,16 @@ import torch
 from torch import nn
 
 
-class Shifted(nn.Conv2d):
-    """A conv whose weight is a sum, of which one part stays zero."""
+class Negative(nn.Conv2d):
+    """A conv that holds its weight with the other sign: gradient and update have it too."""
 
     def forward(self, x):
-        return self._conv_forward(x, self.weight + self.shift, self.bias)
+        return self._conv_forward(x, -self.weight, self.bias)
 
 
-def shifted(model):
-    model.conv1.__class__ = Shifted
-    model.conv1.register_buffer("shift", torch.zeros_like(model.conv1.weight))
-    model.fold = folded
+def negative(model):
+    model.conv1.__class__ = Negative
+    with torch.no_grad():
+        model.conv1.weight.neg_()
+    model.fold = lambda tensors: {n: -t if n == "conv1.weight" else t for n, t in tensors.items()}
     return model
-
-
-def folded(tensors):
-    weight, shift = "conv1.weight", "conv1.shift"
-    others = {name: tensor for name, tensor in tensors.items() if name != shift}
-    return others | ({weight: tensors[weight] + tensors[shift]} if shift in tensors else {})

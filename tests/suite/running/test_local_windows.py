@@ -121,7 +121,7 @@ def test_a_fault_that_sets_in_between_two_windows_is_found_at_its_step(judged, s
 
 
 def test_a_candidate_of_another_form_has_none_and_says_why(judged):
-    rewrite = "rewrite.target=tests.suite.running.rewrites_of_another_form.shifted"
+    rewrite = "rewrite.target=tests.suite.running.rewrites_of_another_form.negative"
     said = judged(
         "+experiment=split_conv", *TRAINING, rewrite, "steps=3", "local.windows=[1]", "local.updates=1"
     )
