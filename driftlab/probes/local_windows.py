@@ -12,5 +12,5 @@ PROBE = Probe(
     reason="as `float64_pair`",
     sees="faults that set in when the curves have parted for good",
     misses="what comes and goes between two windows",
-    order=110,
+    order=115,
 )
