@@ -31,7 +31,7 @@ from driftlab.probes.function import ask as ask_function
 from driftlab.probes.repeat import ask_repeat
 from driftlab.process import measuring
 from driftlab.record.json_files import write_json
-from driftlab.record.seed_record import SeedRecord, write_whole
+from driftlab.record.seed_record import Row, SeedRecord, write_whole
 from driftlab.refusing import told
 from driftlab.threads import threads_for
 from driftlab.verdict.envelope import window_pair
@@ -71,6 +71,11 @@ class Diagnosis:
         from driftlab.table import as_html
 
         return as_html(self._judgement)
+
+    def along(self, headline: str, windows: Sequence[Row]) -> Diagnosis:
+        """The same of a whole training, whose page shows these local windows."""
+        record = self._record and replace(self._record, local=windows)
+        return replace(self, headline=headline, _record=record)
 
     def to_json(self, path: str | Path) -> Path:
         """Write verdict, place and evidence as ``verdict.json`` of an experiment has them, and the curves."""
@@ -195,16 +200,15 @@ def of_pair(
         judged: the dtype in which the reference was handed over.
         begins: the step of a training at which this one begins.
     """
-    mine, other, fold = both
+    mine, other, _ = both
     steps = the_steps(steps, mine, other)
     kept = the_batches(batches, steps)
     if trains:  # what cannot be made is refused here; without a training none is made at all
         by[0](mine), by[1](other)
-    called, by_hand = calling(mine, kept[0][0]), mapped(other, outputs)
-    pair = Pair(mine, other, fold, _own(loss), *by, called, the_seed(seed), judged, by_hand)
+    pair = made_pair(both, kept[0], loss, by, seed, judged=judged, outputs=outputs)
     try:
         with threads_for(kept[0], mine, other, threads=threads) as count:
-            if by_hand.given:
+            if pair.outputs.given:
                 returned(pair, kept[0][0])
             record = diagnosed(pair, kept, steps) if trains else evaluated(pair.evaluating(), kept)
     except CannotRunError as error:
@@ -212,6 +216,22 @@ def of_pair(
     found = judge([record]).begun_at(begins)
     told_of = found.verdict, found.headline, found.where, found.evidence
     return Diagnosis(*told_of, count, record.curves, record)
+
+
+def made_pair(
+    both: tuple[nn.Module, nn.Module, Fold],
+    batch: tuple[object, object],
+    loss: Loss,
+    by: tuple[Callable[[nn.Module], Optimizer], Callable[[nn.Module], Optimizer]],
+    seed: int,
+    *,
+    judged: str,
+    outputs: ByHand = None,
+) -> Pair:
+    """The pair that ``of_pair`` examines, of the same arguments."""
+    mine, other, fold = both
+    called, by_hand = calling(mine, batch[0]), mapped(other, outputs)
+    return Pair(mine, other, fold, _own(loss), *by, called, the_seed(seed), judged, by_hand)
 
 
 def _own(loss: Loss) -> Loss:

@@ -23,11 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from driftlab.diagnosis import Diagnosis, of_pair
+from driftlab.along import look_briefly
+from driftlab.diagnosis import Diagnosis, made_pair, of_pair
 from driftlab.lockstep.carried import Carried
 from driftlab.network.pair import Rewrite, judged_in, the_pair
 from driftlab.process import measuring
+from driftlab.record.seed_record import Row
 from driftlab.refusing import told, whole_number
+from driftlab.threads import threads_for
 from driftlab.words import DiagnoseError, Verdict
 
 # The next look is due where the training is this much longer than at the last one: evenly in the logarithm.
@@ -78,7 +81,8 @@ class Watch:
         optimizer: that of the training, in use. The candidate's has its groups, settings and state.
         loss: as in ``diagnose``.
         budget: the share of the training's own time that looks may take. The first look is always taken.
-        updates: that each look follows both for, on its step's batch.
+        updates: that each look follows both for, on its step's batch. The first look is all of ``diagnose``;
+            a later one is a local window, and all of ``diagnose`` where that leaves its controls.
         fold, seed: as in ``diagnose``.
 
     Attributes:
@@ -166,7 +170,15 @@ class Watch:
             said = f"found at step {look.step}, the first that was looked at"
         else:
             said = f"found at step {look.step}, and not yet at step {self.looks[at - 1].step}"
-        return replace(look.diagnosis, headline=f"{look.diagnosis.headline}; {said}")
+        return look.diagnosis.along(f"{look.diagnosis.headline}; {said}", self._windows())
+
+    def _windows(self) -> list[Row]:
+        """Of all looks, as in ``local.csv``."""
+        return [
+            {**row, "step": look.step + int(row["step"]), "updates": int(row["step"])}
+            for look in self.looks
+            for row in look.diagnosis.curves
+        ]
 
     def _is_paid(self) -> bool:
         """Whether one more look, as long as the longest, keeps to the share of the training's own time."""
@@ -193,12 +205,21 @@ class Watch:
             both = the_pair(self.model, self.candidate, self.fold)
             carried = Carried(self.optimizer, self.model, *both[1:])
             by, judged = (carried.of_reference, carried.of_candidate), judged_in(self.model)
-            shared = {"judged": judged, "begins": step}
-            found = of_pair(both, [self._batch], self.loss, by, self.updates, self.seed, **shared)
+            shared = {"judged": judged}
+            found = self._briefly(both, by, step, **shared) if self.looks else None
+            if found is None:
+                shared |= {"begins": step}
+                found = of_pair(both, [self._batch], self.loss, by, self.updates, self.seed, **shared)
         if not carried.dropped:
             return found
         left = f"both without the optimizer's state, which cannot be carried over: {carried.dropped}"
         return replace(found, headline=f"{found.headline}; {left}")
+
+    def _briefly(self, both: tuple, by: tuple, step: int, judged: str) -> Diagnosis | None:
+        """A window alone, of code that the first look has examined; None where that does not tell."""
+        pair = made_pair(both, self._batch, self.loss, by, self.seed, judged=judged)
+        with threads_for(self._batch, *both[:2]):
+            return look_briefly(pair, [self._batch] * (self.updates + 1), step)
 
 
 watching = Watch

@@ -23,8 +23,16 @@ def as_record(rows: Sequence[Row], seed: int, run: Mapping) -> SeedRecord:
         steps = (int(row["updates"]) for row in rows)
         return [{"step": step, **row} for step, row in zip(steps, kept, strict=True) if row]
 
-    arms = dict.fromkeys(c.partition("/")[2] for row in rows for c in row if "/" in c)
-    return SeedRecord(seed, table(CURVES), table(EVALUATIONS), {**run, "arms": {arm: {} for arm in arms}})
+    names = list(dict.fromkeys(c.partition("/")[2] for row in rows for c in row if "/" in c))
+    arms = {name: {"blown_up_at": None, "against": _against(name, names)} for name in names}
+    return SeedRecord(seed, table(CURVES), table(EVALUATIONS), {**run, "arms": arms})
+
+
+def _against(arm: str, arms: Sequence[str]) -> str | None:
+    role, _, dtype = arm.partition(".")
+    if role != "reference":
+        return f"reference.{dtype}"
+    return "reference.float64" if dtype != "float64" and "reference.float64" in arms else None
 
 
 def growth(rows: Sequence[Row], column: str) -> float | None:
