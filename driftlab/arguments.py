@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from driftlab.blame import theirs
@@ -162,3 +164,40 @@ def _moves(make: Callable[[nn.Module], Optimizer], module: nn.Module) -> bool:
         for parameter, value, gradient in before:
             parameter.data.copy_(value)
             parameter.grad = gradient
+
+
+def moved_by(scheduler: Any) -> Callable[[Optimizer], LRScheduler | None] | None:
+    """``scheduler(optimizer)``, checked when it is made. Raises DiagnoseError where it cannot be called."""
+    if scheduler is None:
+        return None
+    if not callable(scheduler):
+        kind = type(scheduler).__name__
+        raise DiagnoseError(f"scheduler is a {kind}: give a function that makes one of an optimizer")
+
+    def made(optimizer: Optimizer) -> LRScheduler | None:
+        with told("scheduler raised"):
+            found = theirs(scheduler, optimizer)
+        if found is not None and not callable(getattr(found, "step", None)):
+            kind = type(found).__name__
+            raise DiagnoseError(f"scheduler returned a {kind}: it must return a learning-rate scheduler")
+        return found
+
+    return made
+
+
+def clipped_by(clip: Any) -> Callable[[nn.Module], object] | None:
+    """``clip`` of a module's parameters. Raises DiagnoseError where it is neither a norm nor a function."""
+    if clip is None or callable(clip):
+        return clip and (lambda module: clip(module.parameters()))
+    if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf:
+        raise DiagnoseError(f"clip is {clip!r}: give a norm above 0, or a function of the parameters")
+    return lambda module: nn.utils.clip_grad_norm_(module.parameters(), clip)
+
+
+def is_lightning(module: object) -> bool:
+    """Whether it is a LightningModule, of either package, without importing one."""
+    packages = ("lightning", "pytorch_lightning")
+    return any(
+        c.__name__ == "LightningModule" and c.__module__.partition(".")[0] in packages
+        for c in type(module).__mro__
+    )

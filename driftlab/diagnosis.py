@@ -12,8 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from driftlab.arguments import stepping, the_batches, the_seed, the_steps
+from driftlab.arguments import (
+    clipped_by,
+    is_lightning,
+    moved_by,
+    stepping,
+    the_batches,
+    the_seed,
+    the_steps,
+)
 from driftlab.arithmetic.passes import CannotRunError
 from driftlab.arithmetic.returned import ByHand, mapped, returned
 from driftlab.blame import described, is_out_of_memory, theirs
@@ -30,8 +39,9 @@ from driftlab.probes.examination import Examination, examine
 from driftlab.probes.function import ask as ask_function
 from driftlab.probes.repeat import ask_repeat
 from driftlab.process import measuring
+from driftlab.record.column_table import Row
 from driftlab.record.json_files import write_json
-from driftlab.record.seed_record import Row, SeedRecord, write_whole
+from driftlab.record.seed_record import SeedRecord, write_whole
 from driftlab.refusing import told
 from driftlab.threads import threads_for
 from driftlab.verdict.envelope import window_pair
@@ -120,6 +130,8 @@ def diagnose(
     trains: bool = True,
     threads: int | None = None,
     outputs: ByHand = None,
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    clip: float | Callable[[Iterable[nn.Parameter]], object] | None = None,
 ) -> Diagnosis:
     """Say whether ``candidate`` computes and trains as ``reference`` does, and if not, where it departs.
 
@@ -152,17 +164,31 @@ def diagnose(
             an output of the reference out; names are written as in code, "[1]" in a tuple,
             "hidden_states[3]", "" for a tensor that is returned by itself. Or a function of what the
             candidate returns, which gives what the reference would return; the loss is given its result.
+        scheduler: makes the learning-rate scheduler of an optimizer; it moves after each update.
+        clip: the norm to which all gradients together are cut before each update, or a function of the
+            parameters that does so.
+
+    A LightningModule is taken with its own ``training_step`` and ``configure_optimizers``, on the batches of
+    its DataLoader as they come, where neither ``loss`` nor an optimizer is given; ``candidate`` then makes
+    another of a copy of it.
 
     Raises:
         DiagnoseError: a network does not run on the batches, an argument is not what it should be.
     """
 
     with torch.inference_mode(False), torch.enable_grad(), told("diagnose stops", outermost=True):
-        mine, other, found = the_pair(reference, candidate, fold)
         of_module = stepping("optimizer", optimizer, nn.Module.parameters)
         by = (
             of_module if candidate_optimizer is None else stepping("candidate_optimizer", candidate_optimizer)
         )
+        if is_lightning(reference) and (loss, optimizer, candidate_optimizer) == (F.cross_entropy, sgd, None):
+            from driftlab.lightning import as_network
+
+            own = as_network(reference, candidate)
+            reference, candidate, loss = own.reference, own.candidate, own.loss
+            batches, scheduler = own.batches(batches), scheduler or own.scheduler
+            of_module = by = stepping("configure_optimizers", own.optimizer)
+        mine, other, found = the_pair(reference, candidate, fold)
         if not isinstance(trains, bool):
             raise DiagnoseError(f"trains is a {type(trains).__name__}: give True or False")
         return of_pair(
@@ -176,6 +202,8 @@ def diagnose(
             trains=trains,
             threads=threads,
             outputs=outputs,
+            scheduler=moved_by(scheduler),
+            clip=clipped_by(clip),
         )
 
 
@@ -192,6 +220,8 @@ def of_pair(
     threads: int | None = None,
     outputs: ByHand = None,
     begins: int = 0,
+    scheduler: Callable[[Optimizer], LRScheduler | None] | None = None,
+    clip: Callable[[nn.Module], object] | None = None,
 ) -> Diagnosis:
     """``diagnose`` of copies of both networks in float32, as ``the_pair`` makes them.
 
@@ -206,6 +236,7 @@ def of_pair(
     if trains:  # what cannot be made is refused here; without a training none is made at all
         by[0](mine), by[1](other)
     pair = made_pair(both, kept[0], loss, by, seed, judged=judged, outputs=outputs)
+    pair.scheduler, pair.clip = scheduler, clip
     try:
         with threads_for(kept[0], mine, other, threads=threads) as count:
             if pair.outputs.given:

@@ -46,6 +46,7 @@ class Arm:
         horizon: the number of updates after which the arm ends.
         against: the arm it is compared with; None at the root of the tree.
         scheduler: moves the learning rate after each update, where there is one.
+        clip: bounds the module's gradients before each update, where there is one.
         after_update: called after each update, where there is one (a control that is nudged again and again).
         blown_up_at: the step whose loss was NaN or inf, None while there was none.
     """
@@ -58,6 +59,7 @@ class Arm:
     horizon: int
     against: Arm | None = None
     scheduler: LRScheduler | None = None
+    clip: Callable[[nn.Module], object] | None = None
     after_update: Callable[[], None] | None = None
     blown_up_at: int | None = field(default=None, init=False)
 
@@ -149,7 +151,8 @@ def make_arm(
     horizon: int,
     *,
     fold: AnyFold = unfolded,
-    scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    scheduler: Callable[[Optimizer], LRScheduler | None] | None = None,
+    clip: Callable[[nn.Module], object] | None = None,
     device: torch.device | str | None = None,
 ) -> Arm:
     """An arm of a copy of ``network``, compared with nothing yet.
@@ -160,7 +163,8 @@ def make_arm(
     module = copied(network).to(device=device, dtype=None if keep else DTYPES[dtype])
     in_its_own_mode(module)
     steps = theirs(optimizer, module)
-    return Arm(role, dtype, module, steps, fold, horizon, scheduler=scheduler(steps) if scheduler else None)
+    moves = scheduler(steps) if scheduler else None
+    return Arm(role, dtype, module, steps, fold, horizon, scheduler=moves, clip=clip)
 
 
 def grow(
@@ -172,7 +176,8 @@ def grow(
     candidate_optimizer: Callable[[nn.Module], Optimizer] | None = None,
     controls: Iterable[Control] = (ONE_WEIGHT,),
     fold: AnyFold = unfolded,
-    scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+    scheduler: Callable[[Optimizer], LRScheduler | None] | None = None,
+    clip: Callable[[nn.Module], object] | None = None,
     nudge_seed: int = 0,
     device: torch.device | str | None = None,
     float64_candidate: bool = True,
@@ -184,14 +189,15 @@ def grow(
         optimizer: makes an arm's optimizer of its network; ``candidate_optimizer`` the
             candidate's, if it differs.
         horizons: for each dtype the number of updates, for example ``{"float32": 200, "float64": 40}``.
-        scheduler: makes an arm's learning-rate scheduler of its optimizer.
+        scheduler: makes an arm's learning-rate scheduler of its optimizer, or None.
+        clip: bounds the gradients of a module.
         device: where the arms lie; where the networks do if None.
         float64_candidate: False for a candidate that cannot run in float64.
     """
     arms: list[Arm] = []
     wide = None
     for dtype in sorted(horizons, key=lambda d: DTYPES[d].itemsize, reverse=True):
-        horizon, shared = horizons[dtype], {"scheduler": scheduler, "device": device}
+        horizon, shared = horizons[dtype], {"scheduler": scheduler, "clip": clip, "device": device}
         own = make_arm("reference", dtype, reference, optimizer, horizon, **shared)
         own.against, wide = wide, wide or (own if dtype == "float64" else None)
         others = []

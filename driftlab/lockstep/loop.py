@@ -109,6 +109,8 @@ class Lockstep:
         """One step of every arm's optimizer and scheduler, where its horizon and its loss allow it."""
         for arm in self.arms:
             if arm.updated_at(step):
+                if arm.clip is not None:
+                    theirs(arm.clip, arm.module)
                 arm.optimizer.step()
                 if arm.scheduler is not None:
                     arm.scheduler.step()

@@ -107,6 +107,8 @@ class Window:
             optimizer=s.optimizer,
             candidate_optimizer=s.candidate_optimizer,
             horizons=dict.fromkeys(dtypes, steps),
+            scheduler=s.scheduler,
+            clip=s.clip,
             controls=controls,
             fold=s.comparable,
             nudge_seed=s.seed,

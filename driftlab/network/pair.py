@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from driftlab.blame import theirs
 from driftlab.fold import Fold, FoldError, find_fold
@@ -35,6 +36,8 @@ class Pair:
         call: how a network takes its inputs.
         judged: "float64" of networks that were handed over in it, else "float32".
         outputs: which output of the candidate stands for which of the reference's.
+        scheduler: makes the learning-rate scheduler of an optimizer, where there is one.
+        clip: bounds the gradients of a module before each update, where it does.
         counterparts: names of the reference's modules -> those of the candidate's that stand for them.
         written_otherwise: the reference's parameters that the candidate does not hold with the same values
             (scaled, reparametrised, or another start).
@@ -51,6 +54,8 @@ class Pair:
     seed: int = 0
     judged: str = "float32"
     outputs: Outputs = field(default_factory=Outputs)
+    scheduler: Callable[[Optimizer], LRScheduler | None] | None = None
+    clip: Callable[[nn.Module], object] | None = None
     counterparts: Mapping[str, str] = field(init=False)
     written_otherwise: list[str] = field(init=False)
     changed: list[Change] = field(init=False)

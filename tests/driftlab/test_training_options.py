@@ -1,0 +1,101 @@
+"""``diagnose`` trains as it is told: by a scheduler, with clipped gradients, or as a LightningModule says."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR
+
+from driftlab import DiagnoseError, Verdict, diagnose
+from tests.driftlab.watch.rewrites import network, rewritten
+from tests.driftlab.watch.test_lightning import Own, loader, rewrite
+
+STEPS, RATE, DECAY, NORM = 6, 0.5, 0.7, 0.3
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(8, 20, generator=generator), torch.arange(8) % 5) for _ in range(STEPS + 1)]
+
+
+def still():
+    """Without the dropout, whose draws are the lockstep's own."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for m in network() if not isinstance(m, nn.Dropout)))
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=RATE)
+
+
+def decaying(optimizer):
+    return ExponentialLR(optimizer, DECAY)
+
+
+def by_hand(scheduled, clipped):
+    """The losses of the plainest loop, in float64."""
+    model, rate, losses = still().double(), RATE, []
+    for x, y in batches():
+        loss = F.cross_entropy(model(x.double()), y)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+        factor = min(1.0, NORM / float(norm)) if clipped else 1.0
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= rate * factor * gradient
+        rate *= DECAY if scheduled else 1.0
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("options", "scheduled", "clipped"),
+    [
+        ({}, False, False),
+        ({"scheduler": decaying}, True, False),
+        ({"clip": NORM}, False, True),
+        ({"scheduler": decaying, "clip": lambda p: nn.utils.clip_grad_norm_(p, NORM)}, True, True),
+    ],
+    ids=["neither", "scheduler", "clip", "both"],
+)
+def test_the_reference_trains_as_by_hand(options, scheduled, clipped):
+    found = diagnose(still(), rewritten(), batches(), optimizer=sgd, steps=STEPS, **options)
+    assert found.verdict is Verdict.ROUND_OFF
+    losses = [row["loss/reference.float64"] for row in found.curves]
+    assert losses == pytest.approx(
+        by_hand(scheduled, clipped), rel=1e-5
+    )  # norms are cut to NORM / (n + 1e-6)
+    assert by_hand(scheduled, clipped)[2:] != pytest.approx(by_hand(not scheduled, clipped)[2:], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"clip": 0}, "clip is 0: give a norm above 0"),
+        ({"clip": "much"}, "clip is 'much': give a norm"),
+        ({"scheduler": 3}, "scheduler is a int: give a function"),
+        ({"scheduler": lambda optimizer: optimizer.param_groups}, "scheduler returned a list"),
+        ({"scheduler": lambda optimizer: 1 / 0}, "scheduler raised"),
+    ],
+)
+def test_what_is_none_is_one_line(options, said):
+    with pytest.raises(DiagnoseError, match=said):
+        diagnose(still(), rewritten(), batches(), steps=2, **options)
+
+
+def test_a_lightning_module_is_taken_as_it_is():
+    found = diagnose(Own(), rewrite, loader(), steps=3)
+    assert found.verdict is Verdict.ROUND_OFF
+    late = diagnose(Own(), lambda module: rewrite(module, late=lambda: True), loader(), steps=3)
+    assert late.verdict is Verdict.BUG
+    assert late.where.module == "module.net.0"
+
+
+class Two(Own):
+    def configure_optimizers(self):
+        return [torch.optim.SGD(m.parameters(), lr=0.1) for m in (self.net[0], self.net[3])]
+
+
+def test_of_several_optimizers_it_says_what_to_give():
+    with pytest.raises(DiagnoseError, match="follows the one optimizer of a LightningModule"):
+        diagnose(Two(), rewrite, loader(), steps=3)
