@@ -12,8 +12,8 @@ from suite.command.errors import ConfigurationError, exit_called
 from suite.command.supervision import Stopped
 
 _ROOT = Path(__file__).resolve().parents[2]
-_ROOMS = tuple(str(_ROOT / room) for room in ("suite", "experiments", "hydra_plugins", "train.py"))
-_OF_DRIFTLAB = (*_ROOMS, str(_ROOT / "driftlab"))
+ROOMS = tuple(str(_ROOT / room) for room in ("suite", "experiments", "hydra_plugins", "train.py"))
+_OF_DRIFTLAB = (*ROOMS, str(_ROOT / "driftlab"))
 
 
 @contextmanager
@@ -43,7 +43,7 @@ def let_end(error: BaseException) -> None:
 
 def line_of(error: BaseException) -> str | None:
     """Type, message, file and line of what the user's code raised; None of any other error."""
-    if isinstance(error, Stopped | KeyboardInterrupt) or is_out_of_memory(error) or is_ours(error, _ROOMS):
+    if isinstance(error, Stopped | KeyboardInterrupt) or is_out_of_memory(error) or is_ours(error, ROOMS):
         return None
     if isinstance(error, SystemExit):
         return exit_called(error)

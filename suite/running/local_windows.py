@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig
 
 from driftlab.along import all_stay, leaves_its_controls, look_on_the_spot
+from driftlab.blame import is_ours
 from driftlab.inquiry import Examined
 from driftlab.lockstep.arm import Arm, make_arm
 from driftlab.lockstep.local import has_a_way_back, local_rows, pair_at
@@ -19,6 +20,7 @@ from driftlab.probes.local_windows import PROBE
 from driftlab.record.local_windows import growth, windows_of
 from driftlab.record.seed_record import Row
 from driftlab.words import Finding, settled_by
+from suite.command.users_code import ROOMS
 from suite.data.batches import Batches
 from suite.running.building import Built
 from suite.running.networks import make_scheduler
@@ -44,9 +46,8 @@ class LocalWindows:
         self.seconds = 0.0
         self.why_not = _why_not(built, found) if self._begins else "none were asked for (local.windows)"
         self._good: int | None = None  # the last window that stayed with its controls
-        self._kept: tuple[int, list[Arm]] | None = (
-            None  # the float32 pair as it was then, or when it was resumed
-        )
+        # the float32 pair as it was before that step, or where the seed was resumed
+        self._kept: tuple[int, list[Arm]] | None = None
 
     def resume(self, step: int, rows: list[Row], notes: dict) -> None:
         """Goes on from a checkpoint: ``rows`` of the windows that began before ``step``."""
@@ -68,6 +69,13 @@ class LocalWindows:
         if self.why_not or step not in self._begins or self._blown_up():
             return
         began = time.perf_counter()
+        try:
+            self._take(step)
+        except Exception as error:  # costs no training: it is said in the place of the answer
+            self.finding = PROBE.failed(error) if is_ours(error, ROOMS) else PROBE.refused(error)
+        self.seconds += time.perf_counter() - began
+
+    def _take(self, step: int) -> None:
         rows = self._window(step, *(self._arm(name) for name in _PAIR))
         self.rows += rows
         if not self._is_bad(rows):
@@ -75,7 +83,6 @@ class LocalWindows:
             self._keep(step)
         elif self.finding is None or not settled_by([self.finding]):
             self.finding = self._look(step)
-        self.seconds += time.perf_counter() - began
 
     def logged(self) -> dict[int, dict[str, float]]:
         """The step at which a window begins -> what a logger is told of it."""
@@ -125,8 +132,10 @@ class LocalWindows:
         if self._kept is not None:
             first, arms = self._first_bad(bad, arms)
         rows = self._window(first, *arms)
-        since = "" if self._good is None else f"; the window from step {self._good} stays with its controls"
         found = look_on_the_spot(self._pair(first, *arms), self._batches(first), first, rows, self._found)
+        since = "" if self._good is None else f"; the window from step {self._good} stays with its controls"
+        if self._kept and first == self._kept[0]:
+            since += f", and from there to step {first}, where the seed was resumed, nobody looked"
         return found.adding(since)
 
     def _first_bad(self, bad: int, at_bad: list[Arm]) -> tuple[int, list[Arm]]:

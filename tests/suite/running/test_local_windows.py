@@ -143,3 +143,12 @@ def test_run_json_says_what_they_cost(judged, tmp_path):
     local = json.loads(file.read_text())["local"]
     assert local["windows"] == [1]
     assert local["seconds"] > 0
+
+
+def test_a_window_that_fails_costs_no_training_and_is_no_good_verdict(judged, monkeypatch):
+    monkeypatch.delattr("driftlab.lockstep.local.Window")
+    said = judged("+experiment=split_conv", *TRAINING, "steps=3", "local={windows: [1], updates: 1}")
+    assert said["verdict"] == "inconclusive"
+    (found,) = (e for e in said["evidence"] if e["probe"] == "local_windows")
+    assert found["status"] == "failed"
+    assert "Window" in said["headline"]
