@@ -14,7 +14,7 @@ if __name__ == "__main__":
 import hydra
 from omegaconf import DictConfig
 
-from suite.command import command_line, jobs, machine
+from suite.command import command_line, jobs, machine, options
 from suite.command.seeds import fan_out
 
 
@@ -36,9 +36,9 @@ def main(arguments: list[str]) -> int:
         return 0
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises to us instead of printing and exiting
     try:
-        command_line.check(arguments)
+        options.check(arguments)
         machine.register_resolvers()
-        given, resolved = command_line.without_resolve(arguments)
+        given, resolved = options.without_resolve(arguments)
         sys.argv[1:] = fan_out(given)
         show() if resolved else job()
     except Exception as error:
