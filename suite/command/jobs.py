@@ -84,7 +84,7 @@ def show(config: DictConfig) -> None:
     from suite.command.configuration import resolve  # not needed for --help
 
     try:
-        print(OmegaConf.to_yaml(resolve(config)), end="")
+        print(OmegaConf.to_yaml(resolve(config, lambda line: print(f"# {line}"))), end="")
     except Exception as error:
         raise_if_stopped()
         if not say_at_the_end(error):

@@ -72,6 +72,10 @@ def each_once(kind: Any) -> Any:
     return Annotated[several(kind), AfterValidator(_refuse_twins)]
 
 
+def none_twice(kind: Any) -> Any:
+    return Annotated[list[kind], AfterValidator(_refuse_twins)]
+
+
 def _refuse_twins(values: list) -> list:
     if len({*values}) < len(values):
         raise PydanticCustomError("must", "names one of them twice: write each once")
@@ -156,7 +160,7 @@ class Shared(Group):
     results: Folder
     rerun: bool
     reprobe: bool
-    fail_on: list[one_of(*Verdict)]
+    fail_on: none_twice(one_of(*Verdict))
 
 
 class Scale(ScaleName, extra="allow"):  # sizes of an experiment may name settings of its own
@@ -201,7 +205,7 @@ WATCHED = ("subject", "eval_every", "checkpoint_every", "keep_checkpoint", "floa
 
 
 class Training(Shared):
-    """What a training has beside them. ``unread``: settings of it that a kind makes no use of."""
+    """What a training has beside them. ``unread``: settings of it, or groups, that a kind has no use for."""
 
     unread: ClassVar[tuple[str, ...]] = ()
 
