@@ -36,18 +36,18 @@ def main(arguments: list[str]) -> int:
         return 0
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises to us instead of printing and exiting
     try:
-        options.check(arguments)
+        ordered = options.check(arguments)
         machine.register_resolvers()
-        given, resolved = options.without_resolve(arguments)
+        given, resolved = options.without_resolve(ordered)
         sys.argv[1:] = fan_out(given)
         show() if resolved else job()
     except Exception as error:
         supervision.raise_if_stopped()
         if not jobs.say_at_the_end(error):
             raise
-    except SystemExit as asked:  # Hydra's own: of --hydra-help, or 2 of an option that it does not know
+    except SystemExit as asked:  # Hydra's own: of --hydra-help, or of an option that it cannot follow
         if asked.code:
-            raise
+            return 2
     return jobs.exit_status()
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from suite.command.checking import check, check_interpolations, shown
 from suite.command.command_line import given, in_sweep, instead, kind, overrides
@@ -51,6 +51,8 @@ def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfi
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ConfigurationError(f"{error.full_key} is not set: write {error.full_key}=VALUE") from None
+    except InterpolationKeyError:
+        raise  # its line is made where that of a composition is
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"the configuration cannot be resolved: {one_line(error)}") from None
     check(values, schema)

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from suite.command import command_line, users_code
 from suite.command.command_line import in_sweep
 from suite.command.errors import Unfinished, exit_called, unfinished_by
+from suite.command.explaining import explain
 from suite.command.leftovers import take_away_hydras
 from suite.command.supervision import Stopped, raise_if_stopped
 
@@ -111,7 +112,7 @@ def _explained(error: BaseException) -> Ended:
     """How a job ended that raised what the user or the surroundings can mend; else empty."""
     if isinstance(error, Unfinished):
         return {"unfinished": str(error)}
-    if line := users_code.line_of(error) or command_line.explain(error):
+    if line := users_code.line_of(error) or explain(error):
         return {"refused": line}
     if line := unfinished_by(error):
         return {"unfinished": line}

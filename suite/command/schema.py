@@ -119,7 +119,9 @@ class Chosen(Group):
     def _refuse_unused(self) -> Chosen:
         given = {key for key, value in self if value is not None} - {"name", *self.uses.get(self.name, ())}
         if given:
-            raise PydanticCustomError("must", f"makes no use of {min(given)}: leave it out")
+            key = min(given)
+            others = " or ".join(f"{{group}}={name}" for name, used in self.uses.items() if key in used)
+            raise PydanticCustomError("unused", f"makes no use of {key}: leave it out, or write {others}")
         return self
 
 
