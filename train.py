@@ -31,16 +31,17 @@ def show(config: DictConfig) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(command_line.usage())
-        return 0
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises to us instead of printing and exiting
     try:
+        if {"-h", "--help"} & set(arguments):
+            print(command_line.usage(), flush=True)
+            return 0
         ordered = options.check(arguments)
         machine.register_resolvers()
         given, resolved = options.without_resolve(ordered)
         sys.argv[1:] = fan_out(given)
         show() if resolved else job()
+        jobs.print_shown()
     except Exception as error:
         supervision.raise_if_stopped()
         if not jobs.say_at_the_end(error):

@@ -38,7 +38,7 @@ settings, the most used
   fail_on=[bug]           end with exit status 3 on these verdicts
 
 exit status: 0 this command wrote a verdict, whatever it says; 1 unfinished, the same command goes on;
-             2 bad configuration; 3 a verdict of fail_on; 130 Ctrl-C; 143 SIGTERM
+             2 bad configuration; 3 a verdict of fail_on; 130 Ctrl-C; 143 SIGTERM; 129 SIGHUP; 131 SIGQUIT
 all settings: python train.py +experiment=NAME --cfg job"""
 
 

@@ -26,6 +26,8 @@ def explain(error: BaseException) -> str | None:
 def _line(error: BaseException) -> str | None:
     if isinstance(error, ConfigurationError | DataError):
         return str(error)
+    if isinstance(error, OSError) and refused_by_disk(error) and error.filename is None:
+        return f"what is printed cannot be written ({str(error.strerror).lower()}): send it elsewhere"
     if isinstance(error, OSError) and refused_by_disk(error):
         return f"{error.filename} cannot be written ({str(error.strerror).lower()}): write results=FOLDER"
     if not isinstance(error, HydraException | OmegaConfBaseException) and not _while_composing(error):
