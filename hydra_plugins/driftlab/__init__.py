@@ -64,6 +64,8 @@ class SeedSweeper(BasicSweeper):
 
         batches = super().split_arguments(overrides, max_batch_size)
         jobs = [job for batch in batches for job in batch]
+        if not jobs:  # of glob(*) over what is no group
+            raise ConfigurationError("the sweep holds no job: give each setting a value at least")
         loader = self.hydra_context.config_loader
         check(jobs, _names(jobs), partial(loader.load_sweep_config, self.config), self.config.hydra.launcher)
         return batches

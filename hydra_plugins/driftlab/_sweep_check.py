@@ -45,8 +45,9 @@ def check(
             try:
                 _check_one(compose(list(job)), here=here)
             except (ConfigurationError, OmegaConfBaseException) as error:
-                told = [o for o in own if not o.startswith("seed=")] or own
-                raise ConfigurationError(f"{explain(error)} (job {' '.join(told)}; none was begun)") from None
+                told = " ".join(o for o in own if not o.startswith("seed=")) if len(jobs) > 1 else ""
+                which = f" (job {told}; none was begun)" if told else ""
+                raise ConfigurationError(f"{explain(error)}{which}") from None
 
 
 def _check_one(config: DictConfig, *, here: bool) -> None:

@@ -28,6 +28,8 @@ def _line(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError) and refused_by_disk(error) and error.filename is None:
         return f"what is printed cannot be written ({str(error.strerror).lower()}): send it elsewhere"
+    if isinstance(error, OSError) and _of_hydras_folder(error):
+        return f"{error.filename} cannot be made ({str(error.strerror).lower()}): write another one"
     if isinstance(error, OSError) and refused_by_disk(error):
         return f"{error.filename} cannot be written ({str(error.strerror).lower()}): write results=FOLDER"
     if not isinstance(error, HydraException | OmegaConfBaseException) and not _while_composing(error):
@@ -75,7 +77,7 @@ def _wanted(cause: BaseException) -> str:
     """What a setting of Hydra's own takes."""
     said = one_line(cause).partition(": ")[2]
     kind = next((words for name, words in _TYPES.items() if re.search(name, said, re.IGNORECASE)), None)
-    return f"write {kind}" if kind else f"{said}: python train.py --cfg hydra shows what is"
+    return f"write {kind}" if kind else f"{said}: --cfg job and --cfg hydra show how it is written"
 
 
 # What a function of anybody's takes, of which the files name a few.
@@ -101,6 +103,12 @@ def _meant(name: str, said: str) -> str:
 
 def _beside(function: str) -> list[str]:
     return [n.rpartition(".")[2] for n in settings() if n.startswith(f"{function}.")]
+
+
+def _of_hydras_folder(error: BaseException) -> bool:
+    """Whether Hydra could not make a folder for a job, before anything of ours began."""
+    rooms = [f.f_globals.get("__name__", "").partition(".")[0] for f, _ in walk_tb(error.__traceback__)]
+    return rooms[-1:] == ["pathlib"] and "hydra" in rooms and not {"suite", "experiments"} & {*rooms}
 
 
 def _while_composing(error: BaseException) -> bool:

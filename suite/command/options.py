@@ -41,6 +41,7 @@ OF_SWEEPS = dict.fromkeys(
 )
 OF_ONE_JOB = {"hydra.run.": "counts without -m: write hydra.sweep.dir=FOLDER"}
 OF_NOBODY = {
+    "hydra=": "is no setting: write hydra.NAME=VALUE",
     "hydra.mode=": "is not how a sweep is asked for: write -m",
     "hydra.job.env_copy=": "writes what it copies to multirun.yaml: export it where the jobs begin",
 }
@@ -85,6 +86,8 @@ def _apart(arguments: list[str]) -> tuple[list[str], list[str]]:
         if option not in OPTIONS:
             near = instead(option, [o for o in OPTIONS if o.startswith("--")])
             raise ConfigurationError(f"{option} is no option (a setting is written NAME=VALUE): {near}")
+        if equals and option not in FOLLOWED:
+            raise ConfigurationError(f"{argument}: {option} takes no value: write {option}")
         options.append(argument)
         if option in FOLLOWED and not equals and _word_follows(option, left):
             options[-1] += f"={left.pop(0)}"
