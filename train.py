@@ -14,7 +14,7 @@ if __name__ == "__main__":
 import hydra
 from omegaconf import DictConfig
 
-from suite.command import command_line, jobs, machine
+from suite.command import command_line, jobs, machine, options
 from suite.command.seeds import fan_out
 
 
@@ -31,23 +31,24 @@ def show(config: DictConfig) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(command_line.usage())
-        return 0
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises to us instead of printing and exiting
     try:
-        command_line.check(arguments)
+        if {"-h", "--help"} & set(arguments):
+            print(command_line.usage(), flush=True)
+            return 0
+        ordered = options.check(arguments)
         machine.register_resolvers()
-        given, resolved = command_line.without_resolve(arguments)
+        given, resolved = options.without_resolve(ordered)
         sys.argv[1:] = fan_out(given)
         show() if resolved else job()
+        jobs.print_shown()
     except Exception as error:
         supervision.raise_if_stopped()
         if not jobs.say_at_the_end(error):
             raise
-    except SystemExit as asked:  # Hydra's own: of --hydra-help, or 2 of an option that it does not know
+    except SystemExit as asked:  # Hydra's own: of --hydra-help, or of an option that it cannot follow
         if asked.code:
-            raise
+            return 2
     return jobs.exit_status()
 
 

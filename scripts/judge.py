@@ -5,7 +5,7 @@
     python scripts/judge.py --compare A B [--out FOLDER]      writes compare.html (into A's folder)
 
 exit status: 0 judged, whatever the verdicts; 2 something cannot be judged; 3 a verdict of --fail-on;
-             130 Ctrl-C; 143 SIGTERM
+             130 Ctrl-C; 143 SIGTERM; 129 SIGHUP; 131 SIGQUIT
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ class Wrong(Rewrite):
 class Settings(Training):
     """What is set for this kind, beside a training's."""
 
-    unread = (*WATCHED, "roles", "dtypes", "float64_steps", "log_schedule")
+    unread = (*WATCHED, "roles", "dtypes", "float64_steps", "log_schedule", "optimizer.lr")
 
     bug: Wrong
     learning_rates: each_once(Positive)

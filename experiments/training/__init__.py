@@ -10,6 +10,7 @@ from driftlab.lockstep.checkpoint import checkpoint_step
 from driftlab.record.seed_record import seed_folder
 from suite.command.command_line import in_sweep, overrides
 from suite.command.configuration import AUTO, follows_auto, resolve
+from suite.command.idle import say_beyond
 from suite.command.jobs import Ran
 from suite.command.leftovers import no_empty_folder
 from suite.command.machine import process_settled
@@ -58,6 +59,7 @@ def run(config: DictConfig) -> Ran:
 def _run(settings: DictConfig, seeds: list[int], terminal: Terminal, few_are_fast: bool) -> Ran:
     settings = as_begun(settings, terminal.say)
     images = load_images(settings, terminal.say)
+    say_beyond(settings, len(images.test_labels), terminal.say)
     built = build_sketched(on_cpu(settings), images, seeds[0])  # what cannot be built leaves no folder
     experiment = look_up(settings, images, terminal)
     with no_empty_folder(experiment.folder):
@@ -76,10 +78,11 @@ def _of_its_rewrite(settings: DictConfig) -> DictConfig:
     check_network(settings)
     if settings.rewrite.target and "candidate" in settings.roles:
         settings.rewrite.source = source_digest(settings.rewrite.target)
-        if any(o.startswith("rewrite.target=") for o in overrides(settings)):
-            # what the experiment expected was of its own rewrite
-            settings.hypothesis = f"{settings.rewrite.target} changes nothing but rounding"
-            settings.expected = None
+        written = {o.lstrip("+").partition("=")[0] for o in overrides(settings)}
+        if "rewrite.target" in written:  # what the experiment expected was of its own rewrite
+            about = f"{settings.rewrite.target} changes nothing but rounding"
+            meant = {"hypothesis": about, "expected": None}
+            settings.update({name: value for name, value in meant.items() if name not in written})
     return settings
 
 

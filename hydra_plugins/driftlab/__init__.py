@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Override
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
@@ -22,6 +23,7 @@ from hydra.types import HydraContext, TaskFunction
 from hydra_plugins.hydra_submitit_launcher import submitit_launcher
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from suite.command import jobs
 from suite.command.errors import ConfigurationError
 from suite.command.leftovers import to_take_away
 from suite.command.supervision import Stopped
@@ -33,9 +35,13 @@ CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 class SeedSweeper(BasicSweeper):
-    """``hydra/sweeper=seeds``, the default: Hydra's own sweep, then one verdict an experiment."""
+    """``hydra/sweeper=seeds``, the default: Hydra's own sweep, then one verdict an experiment.
+
+    What a job cannot have is refused before the first one begins, of any batch.
+    """
 
     def sweep(self, arguments: list[str]) -> list:
+        jobs.begin()
         for name in ("sweeper.max_batch_size", "launcher.n_jobs"):
             _check_count(name, OmegaConf.select(self.config.hydra, name))
         take_away = to_take_away(Path(self.config.hydra.sweep.dir), "multirun.yaml")
@@ -51,6 +57,21 @@ class SeedSweeper(BasicSweeper):
             take_away()
         end_sweep(ended)
         return returns
+
+    def split_arguments(self, overrides: list[Override], max_batch_size: int | None) -> list[list[list[str]]]:
+        """Raises ConfigurationError for the first job whose settings cannot be used."""
+        from hydra_plugins.driftlab._sweep_check import check
+
+        batches = super().split_arguments(overrides, max_batch_size)
+        jobs = [job for batch in batches for job in batch]
+        if not jobs:  # of glob(*) over what is no group
+            raise ConfigurationError("the sweep holds no job: give each setting a value at least")
+        loader = self.hydra_context.config_loader
+        check(jobs, _names(jobs), partial(loader.load_sweep_config, self.config), self.config.hydra.launcher)
+        return batches
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Each was composed with all others."""
 
 
 def _check_count(name: str, value: object) -> None:

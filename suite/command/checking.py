@@ -88,6 +88,8 @@ def _line(error: Mapping[str, Any], schema: type[BaseModel]) -> str:
         return f"{name} is no setting: {instead(name, names(schema), every=False)}"
     if error["type"] == "missing":
         return f"{name} is not set: write {name}=VALUE"
+    if error["type"] == "unused":  # of one of several by their names
+        return f"{name}={error['input']['name']} {error['msg'].replace('{group}', name)}"
     return f"{name}={shown(error['input'])} {_words(error, name, schema)}"
 
 

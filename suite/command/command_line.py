@@ -4,36 +4,18 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import json
 import re
 from pathlib import Path
-from traceback import walk_tb
 from types import ModuleType
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
-from suite.command.errors import ConfigurationError, one_line, refused_by_disk
-from suite.data.images import DataError
+from suite.command.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONF = ROOT / "conf"
-
-# Hydra's own.
-OPTIONS = (
-    *("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "-r", "--package", "-p"),
-    *("--run", "--multirun", "-m", "--shell-completion", "-sc", "--info", "-i", "--experimental-rerun"),
-    *("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd"),
-)
-
-# Those that are followed by a word: which, or by any.
-FOLLOWED = dict.fromkeys(("--cfg", "-c"), ("job", "hydra", "all"))
-FOLLOWED |= dict.fromkeys(("--package", "-p", "--config-path", "-cp", "--config-name", "-cn"), ())
-FOLLOWED |= dict.fromkeys(("--config-dir", "-cd", "--experimental-rerun"), ())
 
 USAGE = """\
 driftlab: is it round-off, unstable training, or a bug in the rewrite?
@@ -56,7 +38,7 @@ settings, the most used
   fail_on=[bug]           end with exit status 3 on these verdicts
 
 exit status: 0 this command wrote a verdict, whatever it says; 1 unfinished, the same command goes on;
-             2 bad configuration; 3 a verdict of fail_on; 130 Ctrl-C; 143 SIGTERM
+             2 bad configuration; 3 a verdict of fail_on; 130 Ctrl-C; 143 SIGTERM; 129 SIGHUP; 131 SIGQUIT
 all settings: python train.py +experiment=NAME --cfg job"""
 
 
@@ -80,55 +62,6 @@ def usage() -> str:
     width = max(map(len, found))
     lines = "\n".join(f"  {name:<{width}}  {text}" for name, text in found.items())
     return USAGE.format(experiments=lines, **{g: " | ".join(choices(g)) for g in ("scale", "data", "logger")})
-
-
-def check(arguments: list[str]) -> None:
-    """Refuse what Hydra would explain at length. Raises ConfigurationError."""
-    for option in (a.partition("=")[0] for a in arguments if a.startswith("-")):
-        if option not in OPTIONS:
-            near = instead(option, [o for o in OPTIONS if o.startswith("--")])
-            raise ConfigurationError(f"{option} is no option (a setting is written NAME=VALUE): {near}")
-    _check_followed(arguments)
-    given = [a for a in arguments if "=" in a]
-    names = [n for a in given if re.match(r"\+?experiment=", a) for n in a.split("=", 1)[1].split(",")]
-    for name in names:
-        if name not in experiments():
-            raise ConfigurationError(f"+experiment={name} is unknown: {instead(name, list(experiments()))}")
-    if any(a.startswith("experiment=") for a in given):
-        raise ConfigurationError(f"experiment={names[0]} needs a plus sign: write +experiment={names[0]}")
-    known = names or any(a.startswith(("name=", "rewrite.target=", "-", "hydra")) for a in arguments)
-    if not known:
-        raise ConfigurationError(f"no experiment: write +experiment=NAME, one of {', '.join(experiments())}")
-    if {"-m", "--multirun"} & {*arguments} and any(a.startswith(("-c", "--cfg")) for a in arguments):
-        raise ConfigurationError("--cfg shows the settings of one job: leave -m out")
-    for argument in given:
-        group, _, value = argument.partition("=")
-        # of Hydra's own groups it knows more choices than ours
-        for name in value.split(",") if (CONF / group).is_dir() and not group.startswith("hydra/") else []:
-            if name not in choices(group):
-                raise ConfigurationError(f"{argument} is unknown: {instead(name, choices(group))}")
-
-
-def _check_followed(arguments: list[str]) -> None:
-    for option, after in zip(arguments, [*arguments[1:], ""], strict=True):
-        option, equals, value = option.partition("=")
-        if (known := FOLLOWED.get(option)) is None:
-            continue
-        word = value if equals else after
-        if not word or word.startswith("-") or word not in (known or (word,)):
-            wanted = " or ".join(known) or "a word"
-            raise ConfigurationError(f"{option} {word}".rstrip() + f": {option} is followed by {wanted}")
-
-
-def without_resolve(arguments: list[str]) -> tuple[list[str], bool]:
-    """The command line without ``--cfg job --resolve``, and whether that was asked for.
-
-    Hydra's own does not know what an experiment means by a scale.
-    """
-    text = " ".join(arguments)
-    if not re.search(r"(^| )(--cfg|-c)[ =]job( |$)", text) or not {"--resolve", "-r"} & {*arguments}:
-        return arguments, False
-    return [a for a in arguments if a not in ("--cfg", "-c", "job", "--cfg=job", "--resolve", "-r")], True
 
 
 def kind(name: str) -> ModuleType:
@@ -161,87 +94,6 @@ def given(group: str, name: str, settings: DictConfig) -> bool:
     """Whether the command line sets ``name`` in this group, as in ``scale.steps=3`` and ``+sizes={...}``."""
     there = (o for o in overrides(settings) if re.match(rf"[+~]*{re.escape(group)}[.=]", o))
     return any(re.search(rf"\b{re.escape(name)}\b", o) for o in there)
-
-
-def explain(error: BaseException) -> str | None:
-    """One line for an error that the user can mend; None for any other, which deserves its traceback."""
-    line = _line(error)
-    return line and "".join(c if c.isprintable() else " " for c in line)
-
-
-def _line(error: BaseException) -> str | None:
-    if isinstance(error, ConfigurationError | DataError):
-        return str(error)
-    if isinstance(error, OSError) and refused_by_disk(error):
-        return f"{error.filename} cannot be written ({str(error.strerror).lower()}): write results=FOLDER"
-    if not isinstance(error, HydraException | OmegaConfBaseException) and not _while_composing(error):
-        return None
-    text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
-    if isinstance(error, OverrideParseException):
-        return f"{error.override} cannot be read: {_quoted(error.override) or str(error).splitlines()[0]}"
-    misspelt = re.search(r"Could not override '([^']+)'", text)
-    if misspelt and misspelt[1].startswith("scale."):
-        size = misspelt[1].removeprefix("scale.")
-        return f"{misspelt[1]} is none of this scale's settings: write {size}=..., or scale=small beside it"
-    if misspelt:
-        return f"{misspelt[1]} is no setting: {_meant(misspelt[1], str(error))}"
-    return text or f"a setting cannot be read: {one_line(error.__cause__ or error)}"
-
-
-# What a function of anybody's takes, of which the files name a few.
-_ARGUMENTS = ("model", "optimizer", "rewrite.options")
-
-
-def _meant(name: str, said: str) -> str:
-    """What to write instead of a setting that Hydra did not find; it ``said`` how to add one."""
-    group, _, rest = name.partition(".")
-    having = [c for c in choices(group) if rest in _names(OmegaConf.load(CONF / group / f"{c}.yaml"))]
-    if having:
-        return f"it is one of {' and '.join(f'{group}={c}' for c in having)}, to be written beside it"
-    function, _, own = name.rpartition(".")
-    if function in _ARGUMENTS and not difflib.get_close_matches(own, _beside(function), 1):
-        added = re.search(r"use (\+\S+)", said)
-        return f"for one that its function takes write {added[1] if added else f'+{name}=VALUE'}"
-    return instead(name, settings(), every=False)
-
-
-def _beside(function: str) -> list[str]:
-    return [n.rpartition(".")[2] for n in settings() if n.startswith(f"{function}.")]
-
-
-def _while_composing(error: BaseException) -> bool:
-    """Whether Hydra itself stumbled, over what the command line holds, and nothing of ours was at work."""
-    rooms = [f.f_globals.get("__name__", "").partition(".")[0] for f, _ in walk_tb(error.__traceback__)]
-    return bool(rooms) and rooms[-1] in ("hydra", "omegaconf") and not {"suite", "experiments"} & {*rooms}
-
-
-def _quoted(override: str) -> str | None:
-    """What to write instead where Hydra's grammar stumbles over a character in a value."""
-    name, _, value = override.partition("=")
-    if value.startswith("~"):
-        return f"write {name}=$HOME{value[1:]}"
-    quoted = f"{name}={json.dumps(value, ensure_ascii=False)}"
-    try:
-        OverridesParser.create().parse_override(quoted)
-    except HydraException:
-        return None
-    return f"write it in quotes: '{quoted}'"
-
-
-def settings() -> list[str]:
-    """The names of all settings, for the one that a misspelt name may have meant."""
-    files = [(CONF / "config.yaml", "")] + [(p, f"{p.parent.name}.") for p in CONF.glob("[!e]*/*.yaml")]
-    launchers = CONF.glob("hydra/launcher/*.yaml")
-    found = {prefix + name for path, prefix in files for name in _names(OmegaConf.load(path))}
-    found = {n for n in found if not n.startswith(("hydra", "defaults", "scale.scale"))}
-    return sorted(found | {f"hydra.launcher.{n}" for p in launchers for n in _names(OmegaConf.load(p))})
-
-
-def _names(node: object) -> list[str]:
-    if not OmegaConf.is_dict(node):
-        return []
-    below = {key: _names(node._get_node(key)) for key in node}
-    return [name for key, rest in below.items() for name in (key, *(f"{key}.{r}" for r in rest))]
 
 
 def instead(name: str, known: list[str], *, every: bool = True) -> str:

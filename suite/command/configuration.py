@@ -8,13 +8,14 @@ import re
 from collections.abc import Callable, Iterable
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from suite.command.checking import check, check_interpolations, shown
 from suite.command.command_line import given, in_sweep, instead, kind, overrides
 from suite.command.errors import ConfigurationError, one_line
+from suite.command.idle import OF_TRAININGS, say_idle
 from suite.command.machine import chosen_device, register_resolvers, seeds_at_once, threads_chosen
-from suite.command.schema import Scale, ScaleName, Shared, Training
+from suite.command.schema import Scale, ScaleName, Training
 
 # What does not change a seed's curves, and so is not part of the experiment's identity: seeds, paths,
 # loggers, and how a run is carried out.
@@ -23,7 +24,6 @@ _NOT_IDENTITY = (
     *("keep_checkpoint", "threads", "workers"),
     *("hypothesis", "question", "expected"),
 )
-_OF_TRAININGS = Training.model_fields.keys() - Shared.model_fields.keys()
 AUTO = "auto"
 # What scale=full said before there was auto: digests of other settings hold it still, and kinds of experiment
 # that ask a question take it.
@@ -46,31 +46,24 @@ def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfi
     OmegaConf.set_struct(config, False)
     config.device = chosen_device(config.get("device"))
     check_interpolations(config)
-    if trains:
-        _say_unused(config, schema.unread, "has no use for it", say)
-    else:
-        _say_unused(config, _OF_TRAININGS, "trains no network of the config", say)
     try:
         _take_own_sizes(config, schema) if trains else _keep_shared(config)
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
         raise ConfigurationError(f"{error.full_key} is not set: write {error.full_key}=VALUE") from None
+    except InterpolationKeyError:
+        raise  # its line is made where that of a composition is
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"the configuration cannot be resolved: {one_line(error)}") from None
     check(values, schema)
     settings = OmegaConf.create(values)
+    say_idle(config, settings, schema, say)
     _settle(settings)
     if not trains:
         return settings
     _check_subject(settings)
     _check_windows(settings)
     return _settle_float64(settings)
-
-
-def _say_unused(config: DictConfig, unused: Iterable[str], why: str, say: Callable[[str], None]) -> None:
-    for override in overrides(config):
-        if override.lstrip("+~").partition("=")[0].partition(".")[0] in unused:
-            say(f"{override} changes nothing: {config.get('name')} {why}")
 
 
 def _take_own_sizes(config: DictConfig, schema: type[Training]) -> None:
@@ -106,7 +99,7 @@ def _check_sizes(config: DictConfig, known: Iterable[str]) -> None:
 
 def _keep_shared(config: DictConfig) -> None:
     """The shared settings and the experiment's own."""
-    for key in _OF_TRAININGS & set(config):
+    for key in OF_TRAININGS & set(config):
         config.pop(key)
     config.scale = {k: v for k, v in config.scale.items() if k in ScaleName.model_fields}
 
@@ -147,7 +140,8 @@ def with_float64_steps(settings: DictConfig, steps: int) -> DictConfig:
 def _settle_float64(settings: DictConfig) -> DictConfig:
     """A number, but for a training whose number is to be measured where it runs."""
     if settings.float64_steps != AUTO:
-        if any(o.startswith("float64_share=") for o in overrides(settings)):
+        asked = any(o.startswith("float64_share=") for o in overrides(settings))
+        if asked and "float64" in settings.dtypes:
             why = f"float64_share={settings.float64_share} counts where float64_steps=auto"
             raise ConfigurationError(f"{why}, and it is {settings.float64_steps}: leave one of them out")
         return with_float64_steps(settings, settings.float64_steps)

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from suite.command import command_line, users_code
 from suite.command.command_line import in_sweep
 from suite.command.errors import Unfinished, exit_called, unfinished_by
+from suite.command.explaining import explain
 from suite.command.leftovers import take_away_hydras
 from suite.command.supervision import Stopped, raise_if_stopped
 
@@ -49,6 +50,7 @@ class Ended(TypedDict, total=False):
 # How the jobs of this process ended, and with --multirun those of the processes that it started. One with a
 # folder has its verdict, written by this process.
 _ended: list[Ended] = []
+_shown: list[str] = []
 _begun: list[bool] = []  # for exit_status: a command such as --cfg has no jobs
 
 
@@ -58,7 +60,7 @@ def carry_out(config: DictConfig) -> Ended:
     Nothing is raised in a sweep, whose other jobs go on; nor what the user can mend, for Hydra prints the
     overrides of a job that raises.
     """
-    _begun.append(True)
+    begin()
     try:
         ran = command_line.kind(config.kind).run(config)
         ended: Ended = {"folder": ran.folder, "listed": ran.verdict in list(config.fail_on)}
@@ -80,19 +82,30 @@ def carry_out(config: DictConfig) -> Ended:
 
 
 def show(config: DictConfig) -> None:
-    """Prints the settings as a run would have them; where they cannot be used ``exit_status`` says so."""
+    """For ``print_shown``, the settings as a run has them; ``exit_status`` says what cannot be used."""
     from suite.command.configuration import resolve  # not needed for --help
 
     try:
-        print(OmegaConf.to_yaml(resolve(config)), end="")
+        settings = resolve(config, lambda line: _shown.append(f"# {line}\n"))
+        _shown.append(OmegaConf.to_yaml(settings))
     except Exception as error:
         raise_if_stopped()
         if not say_at_the_end(error):
             raise
 
 
-def collect(ended: Iterable[Mapping]) -> None:
+def print_shown() -> None:
+    """Outside of Hydra, which has a word on whatever is raised in its job."""
+    print("".join(_shown), end="", flush=True)
+
+
+def begin() -> None:
+    """This command has jobs, here or elsewhere."""
     _begun.append(True)
+
+
+def collect(ended: Iterable[Mapping]) -> None:
+    begin()
     _ended.extend(ended)
 
 
@@ -102,6 +115,8 @@ def refuse(line: str) -> None:
 
 def say_at_the_end(error: Exception) -> bool:
     """Whether there is a line for what a command raised outside of its jobs; ``exit_status`` says it."""
+    if isinstance(error, BrokenPipeError) and not _begun:  # nothing but its output was asked for
+        return False
     ended = _explained(error)
     _ended.extend([ended] if ended else [])
     return bool(ended)
@@ -111,7 +126,7 @@ def _explained(error: BaseException) -> Ended:
     """How a job ended that raised what the user or the surroundings can mend; else empty."""
     if isinstance(error, Unfinished):
         return {"unfinished": str(error)}
-    if line := users_code.line_of(error) or command_line.explain(error):
+    if line := users_code.line_of(error) or explain(error):
         return {"refused": line}
     if line := unfinished_by(error):
         return {"unfinished": line}

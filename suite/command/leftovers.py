@@ -31,7 +31,7 @@ def to_take_away(folder: Path, file: str = "") -> Callable[[], None]:
         for made in (folder, *folder.parents):
             if made in before:
                 return
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, NotADirectoryError):
                 if any(made.iterdir()):
                     return
                 made.rmdir()

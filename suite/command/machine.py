@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -35,9 +36,24 @@ def scale_of_this_machine(device: str) -> DictConfig:
 
 
 def has_gpu() -> bool:
+    if (theirs := _on_the_node.get()) is not None:
+        return theirs
     import torch
 
     return torch.cuda.is_available()
+
+
+_on_the_node: ContextVar[bool | None] = ContextVar("on_the_node", default=None)
+
+
+@contextmanager
+def as_on_the_node(gpu: bool | None) -> Iterator[None]:
+    """Inside, whether there is a GPU is what is known of the machine that will run a job; None: this one."""
+    token = _on_the_node.set(gpu)
+    try:
+        yield
+    finally:
+        _on_the_node.reset(token)
 
 
 def chosen_device(wanted: str) -> str:

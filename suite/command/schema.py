@@ -73,6 +73,10 @@ def each_once(kind: Any) -> Any:
     return Annotated[several(kind), AfterValidator(_refuse_twins)]
 
 
+def none_twice(kind: Any) -> Any:
+    return Annotated[list[kind], AfterValidator(_refuse_twins)]
+
+
 def _refuse_twins(values: list) -> list:
     if len({*values}) < len(values):
         raise PydanticCustomError("must", "names one of them twice: write each once")
@@ -116,7 +120,9 @@ class Chosen(Group):
     def _refuse_unused(self) -> Chosen:
         given = {key for key, value in self if value is not None} - {"name", *self.uses.get(self.name, ())}
         if given:
-            raise PydanticCustomError("must", f"makes no use of {min(given)}: leave it out")
+            key = min(given)
+            others = " or ".join(f"{{group}}={name}" for name, used in self.uses.items() if key in used)
+            raise PydanticCustomError("unused", f"makes no use of {key}: leave it out, or write {others}")
         return self
 
 
@@ -157,7 +163,7 @@ class Shared(Group):
     results: Folder
     rerun: bool
     reprobe: bool
-    fail_on: list[one_of(*Verdict)]
+    fail_on: none_twice(one_of(*Verdict))
 
 
 class Scale(ScaleName, extra="allow"):  # sizes of an experiment may name settings of its own
@@ -214,7 +220,7 @@ WATCHED = ("subject", "local", "eval_every", "checkpoint_every", "keep_checkpoin
 
 
 class Training(Shared):
-    """What a training has beside them. ``unread``: settings of it that a kind makes no use of."""
+    """What a training has beside them. ``unread``: settings of it, or groups, that a kind has no use for."""
 
     unread: ClassVar[tuple[str, ...]] = ()
 

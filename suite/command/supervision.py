@@ -4,8 +4,9 @@ Whatever ends a process before its time (``os._exit`` in somebody's rewrite, a f
 kernel for want of memory) can then not pass for success, and is said in one line. Nothing inside the process
 could tell: it is gone. The fork comes before anything heavy is imported, and costs a few milliseconds.
 
-SIGINT and SIGTERM raise ``Stopped``, so that owners leave their seeds and the terminal gets its cursor back;
-where that takes too long, or somebody's code catches it, the child is killed: that loses nothing either.
+What asks for an end (``STOPS``) raises ``Stopped``, so that owners leave their seeds and the terminal gets
+its cursor back; where that takes too long, or somebody's code catches it, the child is killed: that loses
+nothing either.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-STOPS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+STOPS = {
+    **{signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"},
+    **{signal.SIGHUP: "hung up", signal.SIGQUIT: "quit"},
+}
 GRACE = 8  # seconds to leave in order: docker stop, the least patient, kills all after ten
 
 
@@ -36,6 +40,7 @@ _telling: list[int] = []  # in the child: the pipe to who watches
 def begin() -> None:
     """Go on in a child, whose signals raise ``Stopped``; this process waits for it and exits as it told."""
     watcher = os.getpid()
+    _open_standard_streams()
     reading, writing = os.pipe()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     child = os.fork()
@@ -84,7 +89,11 @@ def _status(main: Callable[[], int]) -> int:
     try:
         return main()
     except SystemExit as asked:
+        if isinstance(asked.__context__, BrokenPipeError):  # rich's
+            return 128 + signal.SIGPIPE
         return asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+    except BrokenPipeError:  # head(1) has read enough: as other tools, without a word
+        return 128 + signal.SIGPIPE
     except Exception:  # ours, which deserves its traceback
         raise_if_stopped()
         traceback.print_exc()
@@ -93,7 +102,7 @@ def _status(main: Callable[[], int]) -> int:
 
 def _handle(handler: Callable[[int, FrameType | None], None]) -> None:
     for number in STOPS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup and a shell's & leave SIGINT
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup leaves SIGHUP, and a shell's & SIGINT
             signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
 
@@ -148,8 +157,19 @@ def _watch(child: int, reading: int) -> int:
 
 
 def _said(number: int) -> int:
-    print(f"{STOPS[signal.Signals(number)]}: the same command goes on from here", file=sys.stderr)
+    with suppress(OSError):  # the terminal that hung up
+        print(f"{STOPS[signal.Signals(number)]}: the same command goes on from here", file=sys.stderr)
     return 128 + number
+
+
+def _open_standard_streams() -> None:
+    """Where one is closed (``>&-``) the next file would take its place, and get what is printed."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+            setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
 
 
 def _untold(ended: int) -> str:

@@ -23,6 +23,7 @@ from driftlab.record.seed_record import (
 from suite.command.command_line import in_sweep
 from suite.command.configuration import resolve
 from suite.command.errors import storage
+from suite.command.idle import say_beyond
 from suite.command.jobs import Ran
 from suite.command.machine import process_settled
 from suite.command.seeds import parse_seeds
@@ -74,7 +75,9 @@ def _images(settings: DictConfig, terminal: Terminal) -> Images | None:
     if "data" not in settings:
         return None
     check_network(settings)
-    return load_images(settings, terminal.say)
+    images = load_images(settings, terminal.say)
+    say_beyond(settings, len(images.test_labels), terminal.say)
+    return images
 
 
 def _given(images: Images | None) -> tuple[Images, ...]:

@@ -12,10 +12,10 @@ from concurrent.futures.process import BrokenProcessPool
 
 import cloudpickle
 
-from suite.command.supervision import end_with
+from suite.command.supervision import STOPS, end_with
 
 # Slurm and terminals tell every process; what a worker is to do its parent decides, by ending it
-HEARD_BY_THE_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+HEARD_BY_THE_PARENT = (*STOPS, signal.SIGUSR1, signal.SIGUSR2)
 
 Heard = Callable[[str, tuple], None]  # the name of a message, and what it says
 

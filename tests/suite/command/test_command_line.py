@@ -209,11 +209,32 @@ def test_a_sweep_judges_what_is_done_where_one_job_crashed(train, tmp_path, monk
     assert json.loads(verdict.read_text())["seeds"] == [0, 1, 2]
 
 
-def test_a_sweep_over_a_setting_that_one_job_cannot_have_names_it(train, tmp_path):
-    done = train("-m", "+experiment=control", "seed=0", "batch_size=16,0")
+SWEEPS = {
+    "steps=6,-1": "steps=-1 must be a whole number of at least 1 (job +experiment=split_conv steps=-1;",
+    "steps=-1,-2": "steps=-1 must be a whole number of at least 1 (job +experiment=split_conv steps=-1;",
+    "rewrite.options.parts=2,two": "rewrite.options.parts=two does not fit",
+    "optimizer=sgd,adam optimizer.momentum=0.9": "optimizer.momentum",
+    "steps=6,-1 seed=0..3 hydra.sweeper.max_batch_size=1": "steps=-1 must be",
+    "steps=6,-1 hydra/launcher=joblib": "steps=-1 must be",
+    "steps=6,-1 hydra/launcher=submitit_slurm": "steps=-1 must be",
+}
+
+
+@pytest.mark.parametrize("settings", SWEEPS)
+def test_what_one_job_of_a_sweep_cannot_have_is_refused_before_the_first_begins(train, tmp_path, settings):
+    done = train("-m", "+experiment=split_conv", *settings.split())
     assert done.status == 2
-    assert done.errors == ["error: batch_size=0 must be a whole number of at least 1"]
-    assert len(list(tmp_path.rglob("verdict.json"))) == 1
+    assert len(done.errors) == 1, done.err
+    assert SWEEPS[settings] in done.errors[0]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_for_a_cluster_is_held_to_the_nodes_and_not_to_this_machine(train):
+    """Which has no GPU; with Slurm out of reach the sweep ends where it would be submitted."""
+    done = train("-m", "+experiment=control", "hydra/launcher=submitit_slurm", "tf32=true", "device=cuda")
+    assert "device=cuda" not in done.err
+    done = train("-m", "+experiment=control", "hydra/launcher=joblib", "device=cuda")
+    assert "device=cuda, but torch finds no CUDA device here" in done.err
 
 
 @pytest.mark.parametrize("name", ["run.json", "curves.csv", "checkpoint/state.safetensors"])

@@ -15,8 +15,9 @@ from tests.suite.conftest import ROOT, small
 QUICK = ["steps=6", "float64_steps=2", "probe_images=2", "batch_size=4", "eval_images=8"]
 QUICK += ["dtypes=[float32]", "model=resnet14", "checkpoint_every=0", "threads=1"]
 ACTING = ["+experiment=split_conv", "rewrite.target=tests.suite.rewrites.acting", *QUICK]
-STATUS = {"INT": 130, "TERM": 143}
-LINE = {130: "interrupted: the same command goes on", 143: "terminated: the same command goes on"}
+STATUS = {"INT": 130, "TERM": 143, "HUP": 129, "QUIT": 131}
+WORD = {130: "interrupted", 143: "terminated", 129: "hung up", 131: "quit"}
+LINE = {status: f"{word}: the same command goes on" for status, word in WORD.items()}
 
 
 @pytest.fixture
@@ -49,6 +50,47 @@ def test_a_signal_in_the_training_is_one_line_and_its_own_status(acts, tmp_path,
 def test_a_signal_that_somebody_keeps_ends_the_command_all_the_same(acts):
     done = acts("try:\n os.kill(os.getpid(), signal.SIGINT)\nexcept BaseException:\n time.sleep(99)")
     assert_one_line(done, 130, "interrupted")
+
+
+def test_nohup_stays_deaf(tmp_path, monkeypatch):
+    monkeypatch.setenv("DRIFTLAB_TEST_RESULTS", str(tmp_path))
+    monkeypatch.setenv("DRIFTLAB_TEST_ACT", "os.kill(os.getpid(), signal.SIGHUP)")
+    command = [sys.executable, str(ROOT / "train.py"), *small((*ACTING, "workers=1"), tmp_path)]
+    done = subprocess.run(["nohup", *command], capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.rglob("verdict.json"))
+
+
+PRINTED = ["--help", "+experiment=control --cfg job", "+experiment=control --cfg job --resolve"]
+
+
+@pytest.mark.parametrize("arguments", PRINTED)
+def test_who_has_read_enough_hears_no_more(arguments):
+    """As ``train.py --help | true``."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, str(ROOT / "train.py"), *arguments.split()]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, cwd=ROOT, timeout=300)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+def test_a_disk_too_full_for_what_is_printed_is_one_line():
+    command = [sys.executable, str(ROOT / "train.py"), "--help"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, cwd=ROOT, timeout=300)
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == b"error: what is printed cannot be written (no space left on device): send it elsewhere\n"
+    )
+
+
+def test_a_run_needs_no_open_stream(tmp_path):
+    command = [sys.executable, str(ROOT / "train.py"), *small(("+experiment=control", *QUICK), tmp_path)]
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], cwd=ROOT, timeout=300)
+    assert done.returncode == 0
+    assert list(tmp_path.rglob("verdict.json"))
 
 
 EXITS = {
@@ -135,7 +177,7 @@ def test_a_folder_in_place_of_the_verdict_is_one_line(acts, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STATUS)
+@pytest.mark.parametrize("name", ["INT", "TERM"])
 def test_signals_at_random_moments(forked, tmp_path, name):
     number = int(os.environ.get("DICE") or random.SystemRandom().randrange(10**6))
     dice, said = random.Random(number), f"(repeat with DICE={number})"
@@ -160,7 +202,7 @@ def test_signals_at_random_moments(forked, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STATUS)
+@pytest.mark.parametrize("name", ["INT", "TERM"])
 def test_a_signal_to_all_processes_of_a_command_with_workers(tmp_path, name):
     """As a terminal's Ctrl-C, timeout(1) and Slurm send it."""
     settings = ("+experiment=control", *QUICK, "steps=200", "seed=0..1", "workers=2")

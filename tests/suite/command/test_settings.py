@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from suite.command.checking import names, shown
-from suite.command.command_line import explain, kind
+from suite.command.command_line import kind
 from suite.command.configuration import _NOT_IDENTITY, digest
 from suite.command.errors import ConfigurationError
+from suite.command.explaining import explain
 from suite.command.schema import Group
 from suite.reading.stored import as_yaml, read_settings
 from tests.suite.conftest import ROOT, set_anew
