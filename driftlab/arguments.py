@@ -192,12 +192,3 @@ def clipped_by(clip: Any) -> Callable[[nn.Module], object] | None:
     if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf:
         raise DiagnoseError(f"clip is {clip!r}: give a norm above 0, or a function of the parameters")
     return lambda module: nn.utils.clip_grad_norm_(module.parameters(), clip)
-
-
-def is_lightning(module: object) -> bool:
-    """Whether it is a LightningModule, of either package, without importing one."""
-    packages = ("lightning", "pytorch_lightning")
-    return any(
-        c.__name__ == "LightningModule" and c.__module__.partition(".")[0] in packages
-        for c in type(module).__mro__
-    )

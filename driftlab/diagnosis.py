@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from driftlab.arguments import (
     clipped_by,
-    is_lightning,
     moved_by,
     stepping,
     the_batches,
@@ -32,6 +31,7 @@ from driftlab.lockstep.arm import ONE_WEIGHT
 from driftlab.lockstep.window import Batches, Snapshots, Window
 from driftlab.network.calling import calling, copied, named_leaves, own_batch
 from driftlab.network.compiled import eager
+from driftlab.network.lightning_module import as_network, is_lightning
 from driftlab.network.loss import Loss, loss_in
 from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
 from driftlab.probes import every_probe
@@ -182,8 +182,6 @@ def diagnose(
             of_module if candidate_optimizer is None else stepping("candidate_optimizer", candidate_optimizer)
         )
         if is_lightning(reference) and (loss, optimizer, candidate_optimizer) == (F.cross_entropy, sgd, None):
-            from driftlab.lightning import as_network
-
             own = as_network(reference, candidate)
             reference, candidate, loss = own.reference, own.candidate, own.loss
             batches, scheduler = own.batches(batches), scheduler or own.scheduler

@@ -44,6 +44,9 @@ RULES = (
     Idle("learning_rate_schedule", "steps", lambda s: s.steps == 1, "the first step has the full rate"),
     Idle("log_schedule.per_decade", "steps", lambda s: s.log_schedule.dense > s.steps, "each leaves a row"),
     Idle("optimizer.dampening", "optimizer", lambda s: not s.optimizer.get("momentum"), "it has no momentum"),
+    Idle("local.share", "local.windows", lambda s: s.local.windows != "auto", "it chooses none of them"),
+    Idle("local.updates", "local.windows", lambda s: s.local.windows == [], "there are none"),
+    Idle("local.windows", "roles", lambda s: "candidate" not in s.roles, "no candidate is followed"),
     Idle("reprobe", "rerun", lambda s: s.rerun and s.reprobe, "the probes are asked again in any case"),
 )
 

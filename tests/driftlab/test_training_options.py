@@ -99,3 +99,14 @@ class Two(Own):
 def test_of_several_optimizers_it_says_what_to_give():
     with pytest.raises(DiagnoseError, match="follows the one optimizer of a LightningModule"):
         diagnose(Two(), rewrite, loader(), steps=3)
+
+
+class Raises(Own):
+    def training_step(self, batch, batch_idx):
+        return {}["there is no such key"]
+
+
+def test_what_its_own_code_raises_is_its_own():
+    with pytest.raises(DiagnoseError, match="there is no such key") as error:
+        diagnose(Raises(), rewrite, loader(), steps=3)
+    assert "driftlab's own" not in str(error.value)
