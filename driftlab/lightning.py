@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from driftlab import watch
+from driftlab.blame import theirs
 from driftlab.diagnosis import Diagnosis
 from driftlab.extras import extra
 from driftlab.network.lightning_module import Step, its_own
@@ -88,7 +89,7 @@ class Watch(lightning.Callback):
                 rank_zero_warn(f"no report.html: {error}")
 
     def _rewritten(self, network: Step) -> Step:
-        network.module = self._candidate(network.module)
+        network.module = theirs(self._candidate, network.module)
         return network
 
     def _log(self, trainer: lightning.Trainer) -> None:
