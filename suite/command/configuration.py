@@ -25,6 +25,8 @@ _NOT_IDENTITY = (
     *("hypothesis", "question", "expected"),
 )
 AUTO = "auto"
+# Local windows as they are where nobody asks: digests are as they were before there were any.
+_LOCAL_BY_ITSELF = {"windows": AUTO, "updates": 6, "share": 0.1}
 # What scale=full said before there was auto: digests of other settings hold it still, and kinds of experiment
 # that ask a question take it.
 ALL_FLOAT64_STEPS = 3900
@@ -116,9 +118,8 @@ def digest(settings: DictConfig) -> str:
         identity["seeds"] = {k: v for k, v in identity["seeds"].items() if v is not None}
     for key in _NOT_IDENTITY:
         identity.pop(key, None)
-    local = identity.pop("local", {})  # chosen where it runs, they are evidence of the same training
-    if local.get("windows", AUTO) != AUTO:
-        identity["local"] = {"windows": local["windows"], "updates": local["updates"]}
+    if identity.get("local") == _LOCAL_BY_ITSELF:
+        identity.pop("local")
     for key in ("root", "time_limit"):
         identity.get("data", {}).pop(key, None)
     scale = identity.get("scale", {})

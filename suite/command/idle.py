@@ -34,7 +34,12 @@ def _no_float64(s: DictConfig) -> bool:
     return "float64" not in s.dtypes
 
 
+def _one_run(s: DictConfig) -> bool:
+    return len(parse_seeds(s.seed)) > 1 and None not in s.seeds.values()
+
+
 RULES = (
+    Idle("seed", "seeds", _one_run, "all of them are set, and each seed would be the same run"),
     Idle("seeds.augmentation", "augment", lambda s: not s.augment, "no image is moved"),
     Idle("seeds.nudge", "roles", lambda s: "control" not in s.roles, "the control alone is nudged"),
     Idle("float64_steps", "dtypes", _no_float64, "no arm is in float64"),

@@ -29,6 +29,14 @@ SAID = {
         "learning_rate_schedule=constant changes nothing beside steps=1",
     ],
     "+experiment=control +optimizer.dampening=0.1 optimizer.momentum=0": ["+optimizer.dampening=0.1 changes"],
+    "+experiment=control seed=0..3 seeds={init:1,order:1,augmentation:1,nudge:1}": [
+        "seed=0..3 changes nothing beside seeds: all of them are set"
+    ],
+    "+experiment=control seed=0..3 seeds={init:1,order:1,augmentation:1}": [],
+    "+experiment=control local.windows=[2]": ["local.windows=[2] changes nothing beside roles="],
+    "+experiment=split_conv local.windows=[] local.updates=2": ["local.updates=2 changes nothing beside"],
+    "+experiment=split_conv local.windows=[2] local.share=0.2": ["local.share=0.2 changes nothing beside"],
+    "+experiment=split_conv local.windows=[2] local.updates=2": [],
     "+experiment=control rerun=true reprobe=true": ["reprobe=true changes nothing beside rerun=true"],
     "+experiment=control +scale.least_float64_steps=3": ["beside float64_steps=3: none is chosen"],
     "+experiment=control workers=8 seed=0..3": ["workers=8 does no more than workers=4"],
