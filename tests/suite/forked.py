@@ -9,6 +9,7 @@ signal) and both streams.
 import json
 import os
 import runpy
+import signal
 import sys
 import tempfile
 import threading
@@ -42,6 +43,9 @@ def fork(attempt: dict, out: int, err: int) -> int:
         return pid
     status = 1  # as Python's own where an error is not caught
     try:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)  # whoever started the tests may have these ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(out, 1)
         os.dup2(err, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
