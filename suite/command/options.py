@@ -137,11 +137,13 @@ def _check_experiments(settings: Iterable[str], *, alone: bool, swept: bool) -> 
 
 def _check_kind(setting: str, names: list[str]) -> None:
     """Each kind has settings of its own, which experiments of another do not set."""
+    option, _, kind = setting.partition("=")
+    if option != "kind":  # no file is read for any other
+        return
     found = {
         n: OmegaConf.load(CONF / "experiment" / f"{n}.yaml").get("kind", "training") for n in experiments()
     }
-    option, _, kind = setting.partition("=")
-    if option == "kind" and kind in found.values() and {found[name] for name in names} - {kind}:
+    if kind in found.values() and {found[name] for name in names} - {kind}:
         near = " or ".join(f"+experiment={name}" for name, of in found.items() if of == kind)
         raise ConfigurationError(f"{setting}: {names[0]} is of kind {found[names[0]]}: write {near}")
 
