@@ -34,6 +34,7 @@ class LocalWindows:
 
     Attributes:
         rows: of ``local.csv``.
+        logged: the step at which a window begins -> what a logger is told of it.
         finding: what a look on the spot found, where a window left its controls.
         seconds: what all of it took.
     """
@@ -42,6 +43,7 @@ class LocalWindows:
         self._settings, self._built, self._found = settings, built, found
         self._begins, self._updates = set(settings.local.windows), settings.local.updates
         self.rows: list[Row] = []
+        self.logged: dict[int, dict[str, float]] = {}
         self.finding: Finding | None = None
         self.seconds = 0.0
         self.why_not = _why_not(built, found) if self._begins else "none were asked for (local.windows)"
@@ -52,6 +54,7 @@ class LocalWindows:
     def resume(self, step: int, rows: list[Row], notes: dict) -> None:
         """Goes on from a checkpoint: ``rows`` of the windows that began before ``step``."""
         self.rows = rows
+        self.logged = {begins: _logged(window) for begins, window in windows_of(rows).items()}
         self.seconds = notes.get("seconds", 0.0)
         self.finding = Finding.from_dict(notes["finding"]) if notes.get("finding") else None
         self._good = max((w for w, r in windows_of(rows).items() if not self._is_bad(r)), default=None)
@@ -78,15 +81,12 @@ class LocalWindows:
     def _take(self, step: int) -> None:
         rows = self._window(step, *(self._arm(name) for name in _PAIR))
         self.rows += rows
+        self.logged[step] = _logged(rows)
         if not self._is_bad(rows):
             self._good = step
             self._keep(step)
         elif self.finding is None or not settled_by([self.finding]):
             self.finding = self._look(step)
-
-    def logged(self) -> dict[int, dict[str, float]]:
-        """The step at which a window begins -> what a logger is told of it."""
-        return {begins: _logged(rows) for begins, rows in windows_of(self.rows).items()}
 
     def ended(self) -> dict:
         """What ``run.json`` says of them."""

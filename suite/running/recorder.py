@@ -160,7 +160,7 @@ class Recorder:
             yield name, columns(TABLES[name], arms), full
 
     def log_new_rows(self) -> None:
-        rows, local = self.lockstep.rows, self._local.logged() if self._local else {}
+        rows, local = self.lockstep.rows, self._local.logged if self._local else {}
         known = max(rows, default=-1)  # a GPU tells of its rows late
         for step in sorted(s for s in {*rows, *local} if self._last_logged < s <= known):
             row = {"epoch": self.batches.epoch(step), **rows.get(step, {}), **local.get(step, {})}
