@@ -71,10 +71,10 @@ def _memory() -> float:
         return room
 
 
-def the_batches(batches: Iterable[tuple[object, object]], steps: int) -> Sequence[tuple[object, object]]:
-    """The first ``steps + 1`` of them in float32, or all where there are fewer. Raises DiagnoseError."""
+def the_batches(batches: Iterable[tuple[object, object]], most: int) -> Sequence[tuple[object, object]]:
+    """The first ``most`` of them in float32, or all where there are fewer. Raises DiagnoseError."""
     kept, size, room = [], 0, _memory()
-    for batch in islice(_drawn(batches), steps + 1):
+    for batch in islice(_drawn(batches), most):
         _check_pair(batch)
         check_tensors(f"batches[{len(kept)}]", batch[0])
         kept.append((_trainable(batch[0]), _trainable(batch[1])))

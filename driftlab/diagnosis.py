@@ -33,6 +33,7 @@ from driftlab.network.calling import calling, copied, named_leaves, own_batch
 from driftlab.network.compiled import eager
 from driftlab.network.lightning_module import as_network, is_lightning
 from driftlab.network.loss import Loss, loss_in
+from driftlab.network.otherwise import accumulating, gathered, is_trained_on, takes
 from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
 from driftlab.probes import every_probe
 from driftlab.probes.examination import Examination, examine
@@ -42,7 +43,7 @@ from driftlab.process import measuring
 from driftlab.record.column_table import Row
 from driftlab.record.json_files import write_json
 from driftlab.record.seed_record import SeedRecord, write_whole
-from driftlab.refusing import told
+from driftlab.refusing import told, whole_number
 from driftlab.threads import threads_for
 from driftlab.verdict.envelope import window_pair
 from driftlab.verdict.rules import judge
@@ -132,6 +133,9 @@ def diagnose(
     outputs: ByHand = None,
     scheduler: Callable[[Optimizer], LRScheduler] | None = None,
     clip: float | Callable[[Iterable[nn.Parameter]], object] | None = None,
+    accumulate: int = 1,
+    candidate_inputs: Callable[[Any], object] | None = None,
+    candidate_loss: Callable[[Any, Any], Tensor] | None = None,
 ) -> Diagnosis:
     """Say whether ``candidate`` computes and trains as ``reference`` does, and if not, where it departs.
 
@@ -167,6 +171,12 @@ def diagnose(
         scheduler: makes the learning-rate scheduler of an optimizer; it moves after each update.
         clip: the norm to which all gradients together are cut before each update, or a function of the
             parameters that does so.
+        accumulate: how many batches' gradients one update gathers: those of the mean of their losses. Batches
+            are handed over one after the other; their activations are in memory together.
+        candidate_inputs: function of a batch's inputs that gives what the candidate takes, where that is
+            something else (another layout, no mask); as the reference where None.
+        candidate_loss: ``candidate_loss(outputs, targets)``, where the candidate is trained on another one (a
+            fused cross-entropy on hidden states); ``loss`` where None.
 
     A LightningModule is taken with its own ``training_step`` and ``configure_optimizers``, on the batches of
     its DataLoader as they come, where neither ``loss`` nor an optimizer is given; ``candidate`` then makes
@@ -186,60 +196,54 @@ def diagnose(
             reference, candidate, loss = own.reference, own.candidate, own.loss
             batches, scheduler = own.batches(batches), scheduler or own.scheduler
             of_module = by = stepping("configure_optimizers", own.optimizer)
-        mine, other, found = the_pair(reference, candidate, fold)
+        both = the_pair(reference, candidate, fold)
         if not isinstance(trains, bool):
             raise DiagnoseError(f"trains is a {type(trains).__name__}: give True or False")
-        return of_pair(
-            (mine, other, found),
-            batches,
+        count, steps = whole_number("accumulate", accumulate, 1), the_steps(steps, *both[:2])
+        kept = the_batches(batches, count * (steps + 1))
+        if trains:  # what cannot be made is refused here; without a training none is made at all
+            of_module(both[0]), by(both[1])
+        pair = made_pair(
+            both,
+            kept[0],
             loss,
             (of_module, by),
-            steps,
             seed,
             judged=judged_in(reference),
-            trains=trains,
-            threads=threads,
             outputs=outputs,
             scheduler=moved_by(scheduler),
             clip=clipped_by(clip),
+            candidate_inputs=candidate_inputs,
+            candidate_loss=candidate_loss,
         )
+        if count > 1:
+            pair, kept = accumulating(pair, count), gathered(kept, count)
+        return of_pair(pair, kept, steps, trains=trains, threads=threads)
 
 
 def of_pair(
-    both: tuple[nn.Module, nn.Module, Fold],
-    batches: Iterable[tuple[object, object]],
-    loss: Loss,
-    by: tuple[Callable[[nn.Module], Optimizer], Callable[[nn.Module], Optimizer]],
+    pair: Pair,
+    batches: Batches,
     steps: int,
-    seed: int,
     *,
-    judged: str,
     trains: bool = True,
     threads: int | None = None,
-    outputs: ByHand = None,
     begins: int = 0,
-    scheduler: Callable[[Optimizer], LRScheduler | None] | None = None,
-    clip: Callable[[nn.Module], object] | None = None,
 ) -> Diagnosis:
-    """``diagnose`` of copies of both networks in float32, as ``the_pair`` makes them.
+    """``diagnose`` of a pair as ``made_pair`` makes it.
 
     Args:
-        by: makes the reference's optimizer, and the candidate's, of the network.
-        judged: the dtype in which the reference was handed over.
+        batches: in float32, see ``the_batches``.
         begins: the step of a training at which this one begins.
+
+    Raises:
+        DiagnoseError: a network does not run on the batches.
     """
-    mine, other, _ = both
-    steps = the_steps(steps, mine, other)
-    kept = the_batches(batches, steps)
-    if trains:  # what cannot be made is refused here; without a training none is made at all
-        by[0](mine), by[1](other)
-    pair = made_pair(both, kept[0], loss, by, seed, judged=judged, outputs=outputs)
-    pair.scheduler, pair.clip = scheduler, clip
     try:
-        with threads_for(kept[0], mine, other, threads=threads) as count:
+        with threads_for(batches[0], pair.reference, pair.candidate, threads=threads) as count:
             if pair.outputs.given:
-                returned(pair, kept[0][0])
-            record = diagnosed(pair, kept, steps) if trains else evaluated(pair.evaluating(), kept)
+                returned(pair, batches[0][0])
+            record = diagnosed(pair, batches, steps) if trains else evaluated(pair.evaluating(), batches)
     except CannotRunError as error:
         raise DiagnoseError(f"a network does not run on the first batch: {error}") from error
     found = judge([record]).begun_at(begins)
@@ -256,17 +260,33 @@ def made_pair(
     *,
     judged: str,
     outputs: ByHand = None,
+    scheduler: Callable[[Optimizer], LRScheduler | None] | None = None,
+    clip: Callable[[nn.Module], object] | None = None,
+    candidate_inputs: Callable[[Any], object] | None = None,
+    candidate_loss: Loss | None = None,
 ) -> Pair:
-    """The pair that ``of_pair`` examines, of the same arguments."""
+    """The pair that ``of_pair`` examines, of copies of both networks in float32 as ``the_pair`` makes them.
+
+    Args:
+        batch: one, which tells how the reference takes its inputs.
+        by: makes the reference's optimizer, and the candidate's, of the network.
+        judged: the dtype in which the reference was handed over.
+        outputs, scheduler, clip, candidate_inputs, candidate_loss: as in ``diagnose``, checked.
+    """
     mine, other, fold = both
     called, by_hand = calling(mine, batch[0]), mapped(other, outputs)
-    return Pair(mine, other, fold, _own(loss), *by, called, the_seed(seed), judged, by_hand)
+    if candidate_inputs is not None:
+        takes(other, candidate_inputs, called)
+    if candidate_loss is not None:
+        is_trained_on(other, _own(candidate_loss, "candidate_loss"))
+    own = _own(loss)
+    return Pair(mine, other, fold, own, *by, called, the_seed(seed), judged, by_hand, scheduler, clip)
 
 
-def _own(loss: Loss) -> Loss:
+def _own(loss: Loss, name: str = "loss") -> Loss:
     """The loss in float32, its tensors its own."""
     if not callable(loss) or isinstance(loss, type):
-        raise DiagnoseError(f"loss is a {type(loss).__name__}: give a function of (outputs, targets)")
+        raise DiagnoseError(f"{name} is a {type(loss).__name__}: give a function of (outputs, targets)")
     if isinstance(loss, nn.Module | partial):
         return loss_in(
             loss, lambda module: copied(module).float(), lambda held: own_batch(held, torch.float32)

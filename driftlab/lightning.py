@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from driftlab import watch
 from driftlab.blame import theirs
@@ -31,7 +33,8 @@ class Watch(lightning.Callback):
 
     The training is bit for bit what it is without. What is compared is the loss of the module's own
     ``training_step``, all gradients and the updates, in float32 and float64 at the learning rate of that
-    batch; not mixed precision, clipping or accumulation. Names in a place begin with ``module.``, the
+    batch, gradients clipped as the Trainer clips them; not mixed precision, and each batch an update. Names
+    in a place begin with ``module.``, the
     LightningModule. At its end ``report.html`` lies in the trainer's ``log_dir``, and the distances of each
     look are in its logger as ``local/weight_distance/candidate.float64`` and so on.
 
@@ -70,7 +73,8 @@ class Watch(lightning.Callback):
                 "several, use driftlab.watching"
             )
         optimizer, network = trainer.optimizers[0], Step(pl_module)
-        self._watch = watch.Watch(network, self._rewritten, optimizer, its_own, **self._options)
+        options = self._options | {"clip": _clips(trainer)}
+        self._watch = watch.Watch(network, self._rewritten, optimizer, its_own, **options)
 
     def on_train_batch_start(self, trainer, pl_module, batch: Any, batch_idx: int) -> None:
         self._watch.model.batch_idx = batch_idx
@@ -97,3 +101,11 @@ class Watch(lightning.Callback):
         shown = {f"local/{name}": value for name, value in last.items() if name.startswith(SHOWN)}
         for logger in trainer.loggers:
             logger.log_metrics(shown, step=trainer.global_step)
+
+
+def _clips(trainer: lightning.Trainer) -> float | Callable[[Iterable[nn.Parameter]], object] | None:
+    """What the Trainer does to gradients, as ``driftlab.watching`` takes it."""
+    most = trainer.gradient_clip_val or None  # 0 clips nothing
+    if most is None or trainer.gradient_clip_algorithm != "value":
+        return most
+    return lambda parameters: nn.utils.clip_grad_value_(parameters, most)

@@ -11,9 +11,11 @@ from __future__ import annotations
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from types import TracebackType
 from typing import Any
 
@@ -24,9 +26,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from driftlab.along import look_briefly
+from driftlab.arguments import clipped_by, the_batches
+from driftlab.arithmetic.counters import Counters
+from driftlab.arithmetic.passes import on_batch
 from driftlab.diagnosis import Diagnosis, made_pair, of_pair
 from driftlab.lockstep.carried import Carried
-from driftlab.network.pair import Rewrite, judged_in, the_pair
+from driftlab.lockstep.window import Batch
+from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
 from driftlab.process import measuring
 from driftlab.record.seed_record import Row
 from driftlab.refusing import told, whole_number
@@ -73,7 +79,9 @@ class Watch:
 
     The training is bit for bit what it is without: nothing that is handed over is changed, nor torch's,
     NumPy's or Python's random state. What is judged is the training in float32 and float64 at the learning
-    rate of that step; not mixed precision, clipping or accumulation.
+    rate of that step, its gradients clipped by ``clip``; not mixed precision, and each batch an update. What
+    the candidate counts for itself (a number that moves alike with each call) is where this many calls would
+    have brought it; of what else it alone would have kept since the first step, a look knows nothing.
 
     Args:
         model: the network in training.
@@ -81,9 +89,10 @@ class Watch:
         optimizer: that of the training, in use. The candidate's has its groups, settings and state.
         loss: as in ``diagnose``.
         budget: the share of the training's own time that looks may take. The first look is always taken.
-        updates: that each look follows both for, on its step's batch. The first look is all of ``diagnose``;
-            a later one is a local window, and all of ``diagnose`` where that leaves its controls.
-        fold, seed: as in ``diagnose``.
+        updates: that each look follows both for, on its step's batch and those before it, which are kept in
+            memory. The first look is all of ``diagnose``; a later one is a local window, and all of
+            ``diagnose`` where that leaves its controls.
+        fold, seed, clip, candidate_inputs, candidate_loss: as in ``diagnose``.
 
     Attributes:
         looks: so far. They are due at steps spread evenly in the logarithm, and taken when they are paid.
@@ -104,6 +113,9 @@ class Watch:
         updates: int = 6,
         fold: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
         seed: int = 0,
+        clip: float | Callable[[Iterable[nn.Parameter]], object] | None = None,
+        candidate_inputs: Callable[[Any], object] | None = None,
+        candidate_loss: Callable[[Any, Any], Tensor] | None = None,
     ):
         if isinstance(candidate, nn.Module) or not callable(candidate):
             kind = type(candidate).__name__
@@ -115,9 +127,16 @@ class Watch:
         self.model, self.candidate, self.optimizer, self.loss = model, candidate, optimizer, loss
         self.budget, self.fold, self.seed = budget, fold, seed
         self.updates = whole_number("updates", updates, 1, 10_000)
+        self._options = {
+            "clip": clipped_by(clip),
+            "candidate_inputs": candidate_inputs,
+            "candidate_loss": candidate_loss,
+        }
         self.looks: list[Look] = []
         self.steps, self._due, self._began = 0, 0, time.perf_counter()
-        self._batch: tuple[object, object] | None = None
+        self._batches: deque[tuple[object, object]] = deque(maxlen=self.updates + 1)  # the last one first
+        self._counters: Counters | None = None
+        self._counted: list[str] = []  # which of them were set at a later look
 
     def __enter__(self) -> Watch:
         return self
@@ -136,7 +155,7 @@ class Watch:
         Raises:
             DiagnoseError: at the first step, the rewrite, the loss or the optimizer cannot be judged.
         """
-        self._batch = inputs, targets
+        self._batches.appendleft((inputs, targets))
         look = self.steps >= self._due and (not self.looks or self._is_paid())
         if look:
             self._take(self.steps)
@@ -170,6 +189,8 @@ class Watch:
             said = f"found at step {look.step}, the first that was looked at"
         else:
             said = f"found at step {look.step}, and not yet at step {self.looks[at - 1].step}"
+        if self._counted:
+            said += f"; what it counts is taken as counted since step 0: {', '.join(self._counted)}"
         return look.diagnosis.along(f"{look.diagnosis.headline}; {said}", self._windows())
 
     def _windows(self) -> list[Row]:
@@ -204,22 +225,30 @@ class Watch:
         with torch.inference_mode(False), torch.enable_grad(), told("watching stops", outermost=True):
             both = the_pair(self.model, self.candidate, self.fold)
             carried = Carried(self.optimizer, self.model, *both[1:])
-            by, judged = (carried.of_reference, carried.of_candidate), judged_in(self.model)
-            shared = {"judged": judged}
-            found = self._briefly(both, by, step, **shared) if self.looks else None
+            by = carried.of_reference, carried.of_candidate
+            batches, judged = the_batches(list(self._batches), self.updates + 1), judged_in(self.model)
+            pair = made_pair(both, batches[0], self.loss, by, self.seed, judged=judged, **self._options)
+            self._count(pair, batches[0], step)
+            found = self._briefly(pair, batches, step) if self.looks else None
             if found is None:
-                shared |= {"begins": step}
-                found = of_pair(both, [self._batch], self.loss, by, self.updates, self.seed, **shared)
-        if not carried.dropped:
-            return found
-        left = f"both without the optimizer's state, which cannot be carried over: {carried.dropped}"
-        return replace(found, headline=f"{found.headline}; {left}")
+                found = of_pair(pair, batches, self.updates, begins=step)
+        said = found.headline
+        if carried.dropped:
+            said += f"; both without the optimizer's state, which cannot be carried over: {carried.dropped}"
+        return replace(found, headline=said)
 
-    def _briefly(self, both: tuple, by: tuple, step: int, judged: str) -> Diagnosis | None:
+    def _count(self, pair: Pair, batch: Batch, step: int) -> None:
+        """Puts the counters of the candidate's own where this many calls would have brought them."""
+        if self._counters is None:
+            self._counters = Counters(pair.candidate, on_batch(pair, batch))
+        elif counted := self._counters.advance(pair.candidate, step):
+            self._counted = counted
+
+    def _briefly(self, pair: Pair, batches: Sequence[Batch], step: int) -> Diagnosis | None:
         """A window alone, of code that the first look has examined; None where that does not tell."""
-        pair = made_pair(both, self._batch, self.loss, by, self.seed, judged=judged)
-        with threads_for(self._batch, *both[:2]):
-            return look_briefly(pair, [self._batch] * (self.updates + 1), step)
+        batches = list(islice(cycle(batches), self.updates + 1))
+        with threads_for(batches[0], pair.reference, pair.candidate):
+            return look_briefly(pair, batches, step)
 
 
 watching = Watch

@@ -27,7 +27,7 @@ from driftlab.blame import AboutThePair, described, not_ours, theirs
 from driftlab.fold.layout import gradient_of
 from driftlab.network.calling import cast, copied, each_tensor, evaluation_mode, seed_random_layers
 from driftlab.network.compiled import eager
-from driftlab.network.loss import loss_in, one_number
+from driftlab.network.loss import loss_in, one_number, own_loss
 from driftlab.network.outputs import Outputs
 from driftlab.network.pair import Pair
 from driftlab.words import DiagnoseError
@@ -39,19 +39,19 @@ class Recorded:
 
     ``gradients`` holds None for an output, by its name, that got none. Where ``loss`` is set, the module is a
     whole
-    network: the loss of its outputs is differentiated instead.
+    network: the loss of its outputs, of the network and in the arithmetic, is differentiated instead.
     """
 
     args: tuple
     kwargs: dict = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    loss: Callable[[object, str], Tensor] | None = None
+    loss: Callable[[nn.Module, object, str], Tensor] | None = None
     call: Callable[[nn.Module, tuple, dict], object] = lambda module, args, kwargs: module(*args, **kwargs)
 
-    def send_back(self, outputs: object, arithmetic: str) -> None:
+    def send_back(self, network: nn.Module, outputs: object, arithmetic: str) -> None:
         """The gradient of the loss, where there is one."""
         if self.loss is not None:
-            self.loss(outputs, arithmetic).backward()
+            self.loss(network, outputs, arithmetic).backward()
 
 
 @dataclass
@@ -189,7 +189,7 @@ def _training_pass(
     if recorded.loss is not None:
         if arithmetic == "float32":
             named.watch(by_name)
-        loss = recorded.loss(outputs, arithmetic)
+        loss = recorded.loss(twin, outputs, arithmetic)
         found["forward"][LOSS] = loss.detach()
         loss.backward()
     else:
@@ -292,15 +292,15 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def whole_network(call: Callable, loss: Callable, inputs: object, targets: object) -> Recorded:
-    """What a whole network is given: one batch and its loss."""
+    """What a whole network is given: one batch and its loss, where the network has none of its own."""
 
-    def measured(outputs: object, arithmetic: str) -> Tensor:
+    def measured(network: nn.Module, outputs: object, arithmetic: str) -> Tensor:
         def values(of: object) -> object:
             of = cast(of, torch.float64) if arithmetic.endswith("64") else of
             return shadow(of) if arithmetic.startswith("shadow") else of
 
         with _disable_current_modes():
-            own = loss_in(loss, lambda module: in_arithmetic(module, arithmetic), values)
+            own = loss_in(own_loss(network) or loss, lambda module: in_arithmetic(module, arithmetic), values)
         return one_number(theirs(own, outputs, values(targets)))
 
     return Recorded((inputs,), loss=measured, call=lambda module, args, _: call(module, args[0]))

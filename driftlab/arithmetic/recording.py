@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlab.arithmetic.passes import Recorded, own_inputs
-from driftlab.network.calling import copied, each_tensor, named_leaves, seed_random_layers
+from driftlab.network.calling import copied, each_tensor, in_list, named_leaves, seed_random_layers
 
 # A module that is called again and again (a recurrent cell) is looked at at its first calls and its last.
 FIRST_CALLS = 2
@@ -21,7 +21,7 @@ def record(network: nn.Module, whole: Recorded, seed: int = 0) -> dict[str, list
         if name and not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
             _watch(module, name, calls, order)
     seed_random_layers(seed)
-    whole.send_back(whole.call(network, *own_inputs(whole)), "float32")
+    whole.send_back(network, whole.call(network, *own_inputs(whole)), "float32")
     return {name: calls[name] for name in order if calls[name]}
 
 
@@ -38,7 +38,7 @@ def in_sequence(calls: list[Recorded]) -> Recorded:
         return [module(*own, **kwargs) for own, kwargs in args]
 
     gradients = {
-        f"[{number}]{'.' * name[:1].isidentifier()}{name}": gradient
+        in_list(number, name): gradient
         for number, one in enumerate(calls)
         for name, gradient in one.gradients.items()
     }

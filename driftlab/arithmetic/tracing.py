@@ -116,7 +116,7 @@ def _forward(twin: nn.Module, whole: Recorded, given: tuple, arithmetic: str, ev
         outputs = whole.call(twin, *given)
         ends = named_leaves(outputs)
         if not evaluate and whole.loss is not None:
-            ends = {"loss": whole.loss(outputs, arithmetic)} | ends
+            ends = {"loss": whole.loss(twin, outputs, arithmetic)} | ends
         recorder.flow.results = {name: recorder.number(tensor) for name, tensor in ends.items()}
     return recorder.flow
 
@@ -126,7 +126,7 @@ def _backward(
 ) -> Flow:
     steps = Steps()
     Scopes(twin, steps.claim)
-    loss = whole.loss(whole.call(twin, *given), arithmetic)
+    loss = whole.loss(twin, whole.call(twin, *given), arithmetic)
     steps.claim(loss, "")
     steps.watch()
     loss.backward()

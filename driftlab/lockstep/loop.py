@@ -37,7 +37,7 @@ from driftlab.network.calling import (
     step_seed,
     whole,
 )
-from driftlab.network.loss import Loss, loss_in, one_number
+from driftlab.network.loss import Loss, loss_in, one_number, own_loss
 from driftlab.network.outputs import Outputs
 
 Row = dict[str, float]
@@ -52,7 +52,8 @@ class Lockstep:
 
     Args:
         arms: each behind its against, as ``driftlab.lockstep.arm.grow`` returns them.
-        loss: ``loss(outputs, targets)``, a scalar; a module is copied, into each arm's dtype.
+        loss: ``loss(outputs, targets)``, a scalar, where an arm carries none of its own (``carry_loss``); a
+            module is copied, into each arm's dtype.
         seed: of the random layers (dropout): reset to the same state before each arm at each step.
         logged: which steps leave a row; the last step of every arm always does.
         call: how a module takes its inputs.
@@ -78,7 +79,7 @@ class Lockstep:
         self._sides: dict[str, KinkSides] = {}
         self._draws: dict[tuple[str, bool], Draws] = defaultdict(Draws)
         self._logged = logged or (lambda step: True)
-        self._losses = {arm.name: _in_dtype(loss, DTYPES[arm.dtype]) for arm in self.arms}
+        self._losses = {arm.name: _loss_of(arm, loss) for arm in self.arms}
         self._compared = {measure.name: measure.compared for measure in measures_at(Moment.STEP)}
         self._pending: list[tuple[int, list[str], Tensor]] = []
         device = next(self.arms[0].module.parameters()).device
@@ -194,7 +195,9 @@ class Lockstep:
                 arm.blown_up_at = step
 
 
-def _in_dtype(loss: Loss, dtype: torch.dtype) -> Loss:
+def _loss_of(arm: Arm, loss: Loss) -> Loss:
+    """What the arm is trained on, in its dtype."""
+    loss, dtype = own_loss(arm.module) or loss, DTYPES[arm.dtype]
     return loss_in(loss, lambda module: copied(module).to(dtype), lambda held: cast(held, dtype))
 
 

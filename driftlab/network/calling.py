@@ -205,6 +205,11 @@ def named_leaves(outputs: object) -> dict[str, Tensor]:
     return found
 
 
+def in_list(number: int, name: str) -> str:
+    """How a leaf is spelled where what it lies in is one of a list."""
+    return f"[{number}]{'.' * name[:1].isidentifier()}{name}"
+
+
 def _collect(value: object, name: str, found: dict[str, Tensor], above: set[int]) -> None:
     if isinstance(value, Tensor):
         if value.is_floating_point():

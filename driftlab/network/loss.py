@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from driftlab.blame import theirs
 from driftlab.words import DiagnoseError
 
 Loss = Callable[[Any, Any], Tensor]
@@ -21,12 +23,38 @@ def loss_in(loss: Loss, module: Callable[[nn.Module], nn.Module], values: Callab
     Args:
         module, values: put a module, or a structure of tensors, into the arithmetic, as copies.
     """
+    if isinstance(loss, MeanLoss):
+        return MeanLoss(loss_in(loss.each, module, values))
     if isinstance(loss, nn.Module):
         return module(loss)
     if isinstance(loss, partial):
         held: Any = values((loss.args, loss.keywords))
         return partial(loss.func, *held[0], **held[1])
     return loss
+
+
+class MeanLoss:
+    """Of several batches whose gradients one update gathers: the mean of their losses."""
+
+    def __init__(self, each: Loss):
+        self.each = each
+
+    def __call__(self, outputs: Sequence[Any], targets: Sequence[Any]) -> Tensor:
+        losses = [one_number(theirs(self.each, o, t)) for o, t in zip(outputs, targets, strict=True)]
+        return torch.stack(losses).mean()
+
+
+_OWN = "_driftlab_own_loss"
+
+
+def carry_loss(network: nn.Module, loss: Loss) -> None:
+    """Let ``network``, and every copy of it, be trained on a loss of its own."""
+    network.__dict__[_OWN] = [loss]  # in a list, so that a loss module is no part of the network
+
+
+def own_loss(network: nn.Module) -> Loss | None:
+    """The loss that ``network`` carries, if it does."""
+    return network.__dict__.get(_OWN, [None])[0]
 
 
 def one_number(loss: object) -> Tensor:

@@ -65,7 +65,8 @@ def _unknown_reference(error: InterpolationKeyError) -> str:
 def _unknown_size(size: str) -> str:
     sizes = _names(OmegaConf.load(CONF / "scale" / "small.yaml"))[1:]  # less its name
     if size in sizes:  # scale=auto has them where a run begins
-        return f"scale.{size} is a size of one scale: write {size}=VALUE, or scale=small beside it"
+        setting = "model.width" if size == "width" else size
+        return f"scale.{size} is a size of one scale: write {setting}=VALUE, or scale=small beside it"
     return f"scale.{size} is no size: {instead(size, sizes)}"
 
 

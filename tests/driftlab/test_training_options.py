@@ -1,5 +1,7 @@
 """``diagnose`` trains as it is told: by a scheduler, with clipped gradients, or as a LightningModule says."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,11 +34,12 @@ def decaying(optimizer):
     return ExponentialLR(optimizer, DECAY)
 
 
-def by_hand(scheduled, clipped):
+def by_hand(scheduled=False, clipped=False, gathers=1):
     """The losses of the plainest loop, in float64."""
-    model, rate, losses = still().double(), RATE, []
-    for x, y in batches():
-        loss = F.cross_entropy(model(x.double()), y)
+    model, rate, losses, given = still().double(), RATE, [], itertools.cycle(batches())
+    for _ in range(STEPS + 1):
+        each = [F.cross_entropy(model(x.double()), y) for x, y in itertools.islice(given, gathers)]
+        loss = sum(each) / gathers
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
         factor = min(1.0, NORM / float(norm)) if clipped else 1.0
@@ -72,6 +75,10 @@ def test_the_reference_trains_as_by_hand(options, scheduled, clipped):
     ("options", "said"),
     [
         ({"clip": 0}, "clip is 0: give a norm above 0"),
+        ({"accumulate": 0}, "accumulate=0: give a whole number"),
+        ({"candidate_inputs": 3}, "candidate_inputs is a int: give a function"),
+        ({"candidate_inputs": lambda x: 1 / 0}, "division by zero"),
+        ({"candidate_loss": nn.MSELoss}, "candidate_loss is a type: give a function"),
         ({"clip": "much"}, "clip is 'much': give a norm"),
         ({"scheduler": 3}, "scheduler is a int: give a function"),
         ({"scheduler": lambda optimizer: optimizer.param_groups}, "scheduler returned a list"),
@@ -81,6 +88,54 @@ def test_the_reference_trains_as_by_hand(options, scheduled, clipped):
 def test_what_is_none_is_one_line(options, said):
     with pytest.raises(DiagnoseError, match=said):
         diagnose(still(), rewritten(), batches(), steps=2, **options)
+
+
+@pytest.mark.parametrize("gathers", [2, 3])
+def test_an_update_gathers_the_gradients_of_several_batches(gathers):
+    found = diagnose(still(), rewritten(), batches(), optimizer=sgd, steps=STEPS, accumulate=gathers)
+    assert found.verdict is Verdict.ROUND_OFF
+    losses = [row["loss/reference.float64"] for row in found.curves]
+    assert losses == pytest.approx(by_hand(gathers=gathers), rel=1e-5)
+    assert losses != pytest.approx(by_hand(), rel=1e-3)
+
+
+def test_a_fault_in_the_second_of_several_batches_is_found():
+    seen = [0]
+
+    def every_second():
+        seen[0] += 1
+        return seen[0] % 2 == 0
+
+    late = diagnose(still(), rewritten(every_second), batches(), optimizer=sgd, steps=STEPS, accumulate=2)
+    assert late.verdict in (Verdict.BUG, Verdict.NONDETERMINISTIC)
+
+
+class LossInside(nn.Module):
+    """The same network up to its head, whose product the loss makes; samples in columns."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.first, self.head = nn.Sequential(*model[:-1]), model[-1]
+
+    def forward(self, columns):
+        hidden = self.first(columns.T)
+        return {"hidden": hidden, "weight": self.head.weight, "bias": self.head.bias}
+
+
+def fused(off=0.0):
+    def loss(outputs, targets):
+        logits = F.linear(outputs["hidden"], outputs["weight"], outputs["bias"])
+        return F.cross_entropy(logits, targets) + off * logits.square().mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("gathers", [1, 2])
+@pytest.mark.parametrize(("off", "verdict"), [(0.0, Verdict.ROUND_OFF), (1e-3, Verdict.BUG)])
+def test_a_candidate_with_other_inputs_and_another_loss(off, verdict, gathers):
+    own = {"candidate_inputs": torch.t, "candidate_loss": fused(off), "outputs": {"": None}}
+    found = diagnose(still(), LossInside, batches(), optimizer=sgd, steps=3, accumulate=gathers, **own)
+    assert found.verdict in (verdict, Verdict.BIT_IDENTICAL if not off else verdict)
 
 
 def test_a_lightning_module_is_taken_as_it_is():

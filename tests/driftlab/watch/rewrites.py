@@ -30,3 +30,30 @@ def rewritten(late=lambda: False):
         return model
 
     return rewrite
+
+
+class Counting(Halves):
+    """Counts its training calls: in an attribute, a buffer, or a sum in sixteen bits that turns negative."""
+
+    def __init__(self, linear, how, sets_in):
+        super().__init__(linear)
+        self.how, self.sets_in, self.calls, self.each = how, sets_in, 0, -(-(2**15) // (sets_in + 1))
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("total", torch.zeros((), dtype=torch.int16))
+        self.late = self.has_set_in
+
+    def has_set_in(self):
+        if self.training:
+            self.calls += 1
+            self.seen += 1
+            self.total += self.each
+        counts = {"attribute": self.calls, "buffer": int(self.seen), "neither": 0}
+        return self.total < 0 if self.how == "overflow" else counts[self.how] > self.sets_in
+
+
+def counting(how, sets_in):
+    def rewrite(model):
+        model[0] = Counting(model[0], how, sets_in)
+        return model
+
+    return rewrite

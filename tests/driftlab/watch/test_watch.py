@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from driftlab import DiagnoseError, Verdict, watching
-from tests.driftlab.watch.rewrites import network, rewritten
+from tests.driftlab.watch.rewrites import counting, network, rewritten
 
 MUCH = 1e9  # every look that is due is paid
 
@@ -66,6 +66,22 @@ def test_a_right_rewrite_is_right_wherever_the_training_is():
     assert watched.diagnosis.verdict is Verdict.ROUND_OFF
     assert watched.looks[-1].step == 40
     assert f"{len(watched.looks)} from 0 to 40" in watched.diagnosis.headline
+
+
+@pytest.mark.parametrize("how", ["attribute", "buffer", "overflow", "neither"])
+def test_a_fault_that_waits_for_the_candidates_own_count(how):
+    late = counting(how, 23)
+    watch = lambda model, steps: watching(model, late, steps, budget=MUCH, updates=2)  # noqa: E731
+    watched, *_ = train(40, sgd, watch)
+    found = watched.diagnosis
+    assert "taken as counted since step 0: 0.calls, 0.seen, 0.total" in found.headline
+    if how == "neither":
+        assert found.verdict is Verdict.ROUND_OFF
+        return
+    assert found.verdict is Verdict.BUG
+    assert found.where.module == "0"
+    first = next(look.step for look in watched.looks if look.step + 2 >= 23)  # a look follows two updates
+    assert next(k.step for k in watched.looks if k.diagnosis.verdict is Verdict.BUG) == first
 
 
 @pytest.mark.parametrize("sets_in", [7, 23])
