@@ -1,15 +1,58 @@
-"""How the processes of the test run share two cores: one thread each, and what waits begins first."""
+"""How the processes of the test run share two cores: one thread each, and what waits begins first.
+
+Of long lists of slow cases that are alike a run takes some, drawn by the commit, so that a few commits run
+all of them; ``--all-cases`` takes every one.
+"""
 
 import os
+import random
+import subprocess
 from collections import defaultdict
 
 import pytest
+
+DRAWN_BY = "DRIFTLAB_DRAWN_BY"  # any text; another one draws others
+if DRAWN_BY not in os.environ:  # once, for all processes of the run
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=os.path.dirname(__file__)
+    )
+    os.environ[DRAWN_BY] = head.stdout.strip()[:12]
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # two threads that share a core wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anybody imports torch
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--all-cases", action="store_true", help="every case of a list that is drawn from")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if not config.getoption("all_cases"):
+        by = f"{DRAWN_BY}={os.environ[DRAWN_BY]}"
+        terminalreporter.line(f"of long lists of cases some were drawn, by {by}; --all-cases runs every one")
+
+
+def drawn_from(items):
+    """Those that this run takes: of a function marked ``drawn(count)`` so many cases."""
+    cases = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("drawn"):
+            cases[item.path, item.originalname].append(item)
+    left = set()
+    for (path, name), of_one in cases.items():
+        die = random.Random(f"{os.environ[DRAWN_BY]} {path.name} {name}")
+        left.update(die.sample(of_one, max(0, len(of_one) - of_one[0].get_closest_marker("drawn").args[0])))
+    return left
+
+
+def pytest_collection_modifyitems(config, items):
+    left = set() if config.getoption("all_cases") else drawn_from(items)
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]
+    in_their_order(items)
+
+
+def in_their_order(items):
     """By files, so that fixtures are made once. What is slow or waits for a service (Slurm) is dealt out in
     turn, longest first, and begins every process's share; the quick ones fill the shares up.
     """

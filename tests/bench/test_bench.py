@@ -56,6 +56,7 @@ def test_a_rewrite_leaves_the_reference_alone_and_runs(name):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(24)
 @pytest.mark.parametrize("name", first_of_each_file())
 def test_the_diagnosis_is_right(name):
     if name.startswith("channels_last"):

@@ -26,6 +26,7 @@ def test_all_of_them_are_published():
     assert read("held_out_first.csv").keys() == read("cases.csv").keys() == CASES.keys()
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("name", mended())
 def test_a_place_that_was_wrong_at_first_sight_is_right(name):
     outcome = run_case(CASES[name])

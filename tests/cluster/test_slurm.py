@@ -215,6 +215,7 @@ def test_started_twice_and_the_first_session_killed(start, undisturbed, tmp_path
     assert_judged(tmp_path, "split_conv")
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("setting", "advice"),
     [

@@ -2,10 +2,11 @@
 
 import pytest
 
-SHORT = ("steps=24", "float64_steps=8", "model.width=4", "batch_size=32")
+SHORT = ("steps=24", "float64_steps=8", "model.width=4", "batch_size=16", "eval_images=100")
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("name", "verdict"),
     [
@@ -33,6 +34,7 @@ def test_the_edge_shows_that_training_is_unstable(judged):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("target", "verdict", "where"),
     [
