@@ -50,7 +50,55 @@ class Saturating(nn.Conv2d):
         return super().forward(x).clamp(-self.at, self.at)
 
 
-SORTS = {"counter": Counted, "accumulator": Overflowing, "saturation": Saturating}
+class OneStepLate(torch.autograd.Function):
+    """A weight as it is, whose gradient is ``factor`` times as large."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.saved_tensors[0], None
+
+
+class Scheduled(nn.Conv2d):
+    """A conv whose learning rate falls in a straight line from update ``at`` on, each time one update late.
+
+    The line takes ten times ``at`` updates to zero, so the rate is too large by one part in that many.
+    """
+
+    def begin(self, at: float) -> None:
+        self.at = at
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64, device=self.weight.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = (11 * self.at - self.calls).clamp(min=1)
+        factor = torch.where(self.calls >= self.at, (left + 1) / left, 1.0).to(x)
+        if self.training:
+            self.calls += 1
+        return self._conv_forward(x, OneStepLate.apply(self.weight, factor), self.bias)
+
+
+class Rare(nn.Conv2d):
+    """A conv that is off in samples whose inputs are ``at`` and more on average (in size): rare ones."""
+
+    def begin(self, at: float) -> None:
+        self.at = at
+
+    def forward(self, x: Tensor) -> Tensor:
+        off = torch.where(x.abs().flatten(1).mean(1) >= self.at, OFF, 0.0).to(x)
+        return super().forward(x) * (1 + off[:, None, None, None])
+
+
+SORTS = {
+    "counter": Counted,
+    "accumulator": Overflowing,
+    "schedule": Scheduled,
+    "saturation": Saturating,
+    "rare": Rare,
+}
 
 
 def late_fault(model: nn.Module, sort: str = "counter", at: float = 40, module: str = "") -> nn.Module:
@@ -58,7 +106,8 @@ def late_fault(model: nn.Module, sort: str = "counter", at: float = 40, module: 
 
     Args:
         sort: one of ``SORTS``.
-        at: the step from which on it is wrong; of ``saturation`` the largest output.
+        at: the step from which on it is wrong; of ``saturation`` the largest output, of ``rare`` the mean size
+            of a sample's inputs.
         module: the name of the conv; the last one where empty.
 
     Raises:

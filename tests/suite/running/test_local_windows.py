@@ -109,7 +109,7 @@ def test_a_training_is_the_same_with_and_without_them(judged, tmp_path):
         read_seed(home.parent, 0)
 
 
-@pytest.mark.parametrize("sort", ["counter", "accumulator"])
+@pytest.mark.parametrize("sort", ["counter", "accumulator", "schedule"])
 def test_a_fault_that_sets_in_between_two_windows_is_found_at_its_step(judged, sort):
     late = [f"rewrite.options.sort={sort}", "rewrite.options.at=17"]
     windows = "local={windows: [8, 26], updates: 2}"
