@@ -106,8 +106,8 @@ def late_fault(model: nn.Module, sort: str = "counter", at: float = 40, module: 
 
     Args:
         sort: one of ``SORTS``.
-        at: the step from which on it is wrong; of ``saturation`` the largest output, of ``rare`` the mean size
-            of a sample's inputs.
+        at: the step from which on it is wrong; of ``saturation`` the largest output, of ``rare`` the mean
+            size of a sample's inputs.
         module: the name of the conv; the last one where empty.
 
     Raises:

@@ -97,6 +97,18 @@ def test_a_training_that_goes_on_from_a_checkpoint_is_watched_from_there(tmp_pat
     assert watched.diagnosis.verdict is Verdict.ROUND_OFF, watched.diagnosis
 
 
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_a_look_clips_as_the_trainer_does(tmp_path, algorithm):
+    moved = {}
+    for clip in (None, 1e-12):
+        watched = watch(updates=4)
+        fitted(tmp_path, watched, max_steps=1, gradient_clip_val=clip, gradient_clip_algorithm=algorithm)
+        sizes = [row["gradient_distance/candidate.float32"] for row in watched.looks[0].diagnosis.curves]
+        moved[clip] = sizes
+    assert moved[None][0] == moved[1e-12][0]
+    assert moved[None][1:] != moved[1e-12][1:]
+
+
 def test_a_late_fault_has_its_place_and_its_step(tmp_path):
     class Count(lightning.Callback):
         now = 0

@@ -84,6 +84,14 @@ def test_a_fault_that_waits_for_the_candidates_own_count(how):
     assert next(k.step for k in watched.looks if k.diagnosis.verdict is Verdict.BUG) == first
 
 
+@pytest.mark.parametrize(("clip", "moves"), [(None, True), (1e-12, False)])
+def test_a_look_clips_as_it_is_told(clip, moves):
+    watch = lambda model, steps: watching(model, rewritten(), steps, budget=MUCH, clip=clip)  # noqa: E731
+    watched, *_ = train(1, lambda parameters: torch.optim.SGD(parameters, lr=0.1), watch)
+    losses = [row["loss/reference.float64"] for row in watched.looks[0].diagnosis.curves]
+    assert (losses[-1] < losses[0] - 1e-3) == moves
+
+
 @pytest.mark.parametrize("sets_in", [7, 23])
 def test_a_late_fault_is_found_at_the_first_look_after_it(sets_in):
     now = [0]

@@ -109,14 +109,16 @@ def test_a_training_is_the_same_with_and_without_them(judged, tmp_path):
         read_seed(home.parent, 0)
 
 
-@pytest.mark.parametrize("sort", ["counter", "accumulator", "schedule"])
-def test_a_fault_that_sets_in_between_two_windows_is_found_at_its_step(judged, sort):
+@pytest.mark.parametrize(
+    ("sort", "pass_"), [("counter", "forward"), ("accumulator", "forward"), ("schedule", "weight gradient")]
+)
+def test_a_fault_that_sets_in_between_two_windows_is_found_at_its_step(judged, sort, pass_):
     late = [f"rewrite.options.sort={sort}", "rewrite.options.at=17"]
     windows = "local={windows: [8, 26], updates: 2}"
     said = judged("+experiment=late_fault", "sizes.smoke.steps=30", *TRAINING, *late, windows)
     assert said["verdict"] == "bug"
     assert said["where"]["step"] == 17
-    assert said["where"]["pass"] == "forward"
+    assert said["where"]["pass"] == pass_
     assert "the window from step 8 stays with its controls" in said["headline"]
 
 
