@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from omegaconf import DictConfig
@@ -69,7 +70,7 @@ def _run(settings: DictConfig, seeds: list[int], terminal: Terminal, few_are_fas
         experiment = _planned(experiment, built, seeds, todo, few_are_fast=few_are_fast)
     del built
     with terminal.progress(todo, settings.steps):
-        carry_out(experiment, todo, train)
+        carry_out(replace(experiment, first=next(iter(todo), None)), todo, train)
     return end(experiment, seeds)
 
 

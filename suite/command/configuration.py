@@ -120,6 +120,8 @@ def digest(settings: DictConfig) -> str:
         identity.pop(key, None)
     if identity.get("local") == _LOCAL_BY_ITSELF:
         identity.pop("local")
+    if not identity.get("stop_on_bug"):  # likewise
+        identity.pop("stop_on_bug", None)
     for key in ("root", "time_limit"):
         identity.get("data", {}).pop(key, None)
     scale = identity.get("scale", {})

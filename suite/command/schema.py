@@ -216,7 +216,15 @@ class LocalWindows(Group):
 
 
 # what a single training has that is watched, stopped and gone on with: the kind "training" alone
-WATCHED = ("subject", "local", "eval_every", "checkpoint_every", "keep_checkpoint", "float64_share")
+WATCHED = (
+    "subject",
+    "local",
+    "eval_every",
+    "checkpoint_every",
+    "keep_checkpoint",
+    "float64_share",
+    "stop_on_bug",
+)
 
 
 class Training(Shared):
@@ -246,3 +254,4 @@ class Training(Shared):
     probe_images: whole(1)
     checkpoint_every: auto_or(0)
     keep_checkpoint: bool
+    stop_on_bug: bool

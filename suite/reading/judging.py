@@ -82,12 +82,16 @@ def write(judged: Judged) -> dict[str, str]:
     """
     folder = judged.folder
     write_json(folder / "verdict.json", _as_contract(judged))
-    report = write_report(folder, judged.records, judged.judgement, _about(judged), judged.answer)
-    files = {"verdict": str(folder / "verdict.json"), "report": str(report)}
+    files = {"verdict": str(folder / "verdict.json"), "report": str(write_page(judged))}
     if judged.answer is None:
         return files | {"curves": f"{folder}/seed=*/curves.csv"}
     _write_answer(folder, judged.answer)
     return files | {"tables": f"{folder}/tables/*.csv", "figures": f"{folder}/figures/*.svg, *.png"}
+
+
+def write_page(judged: Judged) -> Path:
+    """``report.html`` alone."""
+    return write_report(judged.folder, judged.records, judged.judgement, _about(judged), judged.answer)
 
 
 def _about(judged: Judged) -> dict:

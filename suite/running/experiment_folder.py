@@ -35,6 +35,7 @@ class Experiment:
     Attributes:
         choice: of the number of float64 steps, where ``float64_steps=auto``, as it stands in the folder.
         windows: of where local windows begin, where ``local.windows=auto``, likewise.
+        first: the seed whose probes' own answer is shown before its training.
         outdated: the finished seeds seen so far that were probed by other instruments than today's.
     """
 
@@ -47,6 +48,7 @@ class Experiment:
     still_owner: Callable[[], None] = lambda: None  # raises OwnershipLost; asked before a seed leaves a file
     choice: dict | None = None
     windows: dict | None = None
+    first: int | None = None
     outdated: set[int] = field(default_factory=set)
 
 

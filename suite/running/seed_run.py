@@ -18,6 +18,7 @@ from suite.command.users_code import told
 from suite.data.batches import Batches
 from suite.running.building import Built, build
 from suite.running.experiment_folder import Experiment, take_up
+from suite.running.first_answer import ends_here, say_first_answer
 from suite.running.local_windows import LocalWindows
 from suite.running.pace import Warned
 from suite.running.probing import finished_record, probed, take_to_its_end
@@ -66,6 +67,11 @@ def _train(experiment: Experiment, seed: int, home: Path) -> None:
     def training(found: Examined) -> dict:
         if finished is not None:
             return finished
+        if start == 0 and experiment.first == seed:
+            say_first_answer(experiment, seed, found.findings, began)
+        if ends_here(settings.stop_on_bug, found.findings):
+            for arm in built.lockstep.arms:
+                arm.horizon = 0
         local = LocalWindows(settings, built, found)
         recorder.follow(local)
         fit(built.lockstep, built.batches, recorder, start)
