@@ -4,16 +4,22 @@
 
 Each repetition times both sides one after the other, in turns, in this process, on the same machine state:
 the ratio is taken within it, and the median over the repetitions is printed. The bare loop does forward,
-backward and the optimizer's step on its batches, and nothing else.
+backward and the optimizer's step on its batches, and nothing else. The whole command is measured in processor
+time, from its start to its exit with everything that it starts.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import resource
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -117,6 +123,65 @@ def compare(settings: DictConfig, images: Images, repeats: int) -> tuple[list[fl
     return ratios, median(bare)
 
 
+@dataclass(frozen=True)
+class Cost:
+    """Processor seconds of a whole command, and of the bare loops of the arms that it trained.
+
+    Attributes:
+        parts: of the command: what its seeds say that they went for; "command" is the rest: imports, the
+            plan, starting workers, judging, the page.
+    """
+
+    command: float
+    bare: float
+    parts: Mapping[str, float]
+
+    @property
+    def ratio(self) -> float:
+        return self.command / self.bare
+
+
+def whole_command(overrides: list[str], images: Images, seeds: int, repeats: int) -> list[Cost]:
+    """``train.py +experiment=split_conv seed=0..`` from start to exit over bare loops, in turns."""
+    costs = []
+    for repeat in range(repeats):
+        sides = [lambda: _command(overrides, seeds), lambda: _bare(overrides, images, seeds)]
+        found = {side: sides[side]() for side in ((0, 1) if repeat % 2 else (1, 0))}
+        spent, parts = found[0]
+        costs.append(Cost(spent, found[1], parts))
+    return costs
+
+
+def _command(overrides: list[str], seeds: int) -> tuple[float, dict[str, float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "train.py"), "+experiment=split_conv", f"seed=0..{seeds - 1}"]
+        began = _children()
+        subprocess.run([*command, *overrides, f"results={folder}"], check=True, capture_output=True)
+        spent, parts = _children() - began, Counter()
+        for run in Path(folder).rglob("run.json"):
+            parts.update(json.loads(run.read_text())["times"]["processor_seconds"])
+    return spent, {**parts, "command": spent - sum(parts.values())}
+
+
+def _children() -> float:
+    """Processor seconds of all processes that were started here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _bare(overrides: list[str], images: Images, seeds: int) -> float:
+    """Of one process and thread, as each seed has; nothing but the loops is counted."""
+    torch.set_num_threads(1)
+    spent = 0.0
+    for seed in range(seeds):
+        lockstep, batches, _ = build(settings_of(overrides), images, seed)
+        began = time.process_time()
+        for arm in lockstep.arms:
+            _bare_loop(arm, batches, lockstep)
+        spent += time.process_time() - began
+    return spent
+
+
 def command_seconds(arguments: list[str], repeats: int) -> float:
     """Median wall time of a command from start to exit."""
     times = []
@@ -130,6 +195,18 @@ def command_seconds(arguments: list[str], repeats: int) -> float:
     return median(times)
 
 
+def say_whole(overrides: list[str], seeds: int, repeats: int) -> None:
+    images = load_images(settings_of(overrides), Terminal().say)
+    costs = whole_command(overrides, images, seeds, repeats)
+    ratios = [cost.ratio for cost in costs]
+    spread = f"n = {len(ratios)}, {min(ratios):.2f}..{max(ratios):.2f}"
+    bare = median(cost.bare for cost in costs)
+    print(f"whole command, {seeds} seeds, over bare loops: {median(ratios):.2f} ({spread}; {bare:.0f} s)")
+    for part in costs[0].parts:
+        share = median(cost.parts.get(part, 0.0) / cost.bare for cost in costs)
+        print(f"  {part}: {share:.2f} of the bare loops", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
@@ -137,8 +214,13 @@ def main() -> None:
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--logger", default="wandb")
     parser.add_argument("overrides", nargs="*", help="settings as for train.py, for example steps=40")
+    parser.add_argument("--seeds", type=int, default=4, help="of the whole command")
+    parser.add_argument("--whole", action="store_true", help="the whole command alone")
     options = parser.parse_args()
     common = [f"scale={options.scale}", f"data={options.data}", f"logger={options.logger}"]
+    say_whole([*common, *options.overrides], options.seeds, options.repeats)
+    if options.whole:
+        return
     for name, overrides in CASES.items():
         settings = settings_of([*common, *options.overrides, *overrides])
         images = load_images(settings, Terminal().say)

@@ -25,6 +25,7 @@ from driftlab.record.seed_record import (
 )
 from suite.data.batches import Batches
 from suite.running.pace import Pace
+from suite.running.spent import Spent
 from suite.showing.loggers import MetricsLogger
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Recorder:
         eval_every: steps between evaluations, 0 for none but at the end of each arm.
         checkpoint_every: seconds, or ``auto``: by what they cost.
         progress: called after every step with the step and the newest row.
+        spent: is told what evaluations, local windows and files take.
         still_owner: asked before every checkpoint; raises where another process works on this seed by now.
 
     Attributes:
@@ -66,11 +68,12 @@ class Recorder:
         checkpoint_every: float | str,
         progress: Callable[[int, Row], None],
         still_owner: Callable[[], None] = lambda: None,
+        spent: Spent | None = None,
     ):
         self.lockstep, self.batches, self.logger, self.home = lockstep, batches, logger, home
         self.eval_every, self.eval_images = eval_every, eval_images
         self.pace, self.progress = Pace(checkpoint_every), progress
-        self.still_owner = still_owner
+        self.still_owner, self._spent = still_owner, spent or Spent()
         self.evaluations: dict[int, dict[str, float]] = {}
         self.files: dict[str, str] = {}
         self.parts = [{"from": 0, "environment": environment(batches.device)}]
@@ -125,7 +128,8 @@ class Recorder:
         if step in {arm.horizon for arm in self.lockstep.arms} or is_evaluated(step, self.eval_every):
             self.evaluate(step)
         if self._local:
-            self._local.before_step(step)
+            with self._spent.on("local windows"):
+                self._local.before_step(step)
 
     def after_step(self, step: int) -> None:
         """Log, show and store where it is time to."""
@@ -138,7 +142,7 @@ class Recorder:
     def checkpoint(self, next_step: int) -> None:
         """The tables first: a checkpoint must never be ahead of the rows that lead to it."""
         self.lockstep.flush()  # waits for a GPU: no cost of what follows
-        with self.pace.writing():
+        with self._spent.on("files"), self.pace.writing():
             self.still_owner()
             self.write_tables()
             notes = {"files": self.files, "parts": self.parts}
@@ -169,5 +173,6 @@ class Recorder:
 
     def evaluate(self, step: int) -> None:
         """Test accuracy of the living arms; disagreement and distances from their against, in eval mode."""
-        images = list(self.batches.test_batches(self.eval_images, self.batches.batch_size))
-        self.evaluations[step] = self.lockstep.evaluate(step, images)
+        with self._spent.on("evaluations"):
+            images = list(self.batches.test_batches(self.eval_images, self.batches.batch_size))
+            self.evaluations[step] = self.lockstep.evaluate(step, images)

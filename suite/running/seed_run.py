@@ -24,6 +24,7 @@ from suite.running.pace import Warned
 from suite.running.probing import finished_record, probed, take_to_its_end
 from suite.running.recorder import Recorder
 from suite.running.run_record import Began, changed, run_record
+from suite.running.spent import Spent
 from suite.showing.loggers import MetricsLogger
 
 
@@ -53,10 +54,11 @@ def _stands(seed: int, home: Path) -> str:
 
 def _train(experiment: Experiment, seed: int, home: Path) -> None:
     """What the probes say, the training, another look where it needs one; ``run.json`` last of all."""
-    settings, began = experiment.settings, Began.now()
-    built = build(settings, experiment.images, seed)
+    settings, began, spent = experiment.settings, Began.now(), Spent()
+    with spent.on("building"):
+        built = build(settings, experiment.images, seed)
     logger = MetricsLogger(settings, experiment.digest, seed, home)
-    recorder = _recorder(experiment, seed, home, built, logger)
+    recorder = _recorder(experiment, seed, home, built, logger, spent)
     finished = finished_record(home)  # then its probes alone are asked again
     if finished is None:
         start = recorder.resume()
@@ -74,10 +76,14 @@ def _train(experiment: Experiment, seed: int, home: Path) -> None:
                 arm.horizon = 0
         local = LocalWindows(settings, built, found)
         recorder.follow(local)
-        fit(built.lockstep, built.batches, recorder, start)
+        with spent.on("steps"):
+            fit(built.lockstep, built.batches, recorder, start)
         return run_record(experiment, seed, built, began, recorder, start) | {"local": local.ended()}
 
-    record = probed(experiment, built, home, start, training)
+    with spent.on("probes"):
+        record = probed(experiment, built, home, start, training)
+    if finished is None:
+        record["times"]["processor_seconds"] = spent.seconds()
     experiment.still_owner()
     write_sealed(home / "run.json", record)
     if not settings.keep_checkpoint:
@@ -86,7 +92,9 @@ def _train(experiment: Experiment, seed: int, home: Path) -> None:
     experiment.terminal.seed_done(seed, record)
 
 
-def _recorder(experiment: Experiment, seed: int, home: Path, built: Built, logger: MetricsLogger) -> Recorder:
+def _recorder(
+    experiment: Experiment, seed: int, home: Path, built: Built, logger: MetricsLogger, spent: Spent
+) -> Recorder:
     settings = experiment.settings
     return Recorder(
         built.lockstep,
@@ -98,6 +106,7 @@ def _recorder(experiment: Experiment, seed: int, home: Path, built: Built, logge
         checkpoint_every=settings.checkpoint_every,
         progress=lambda step, row: experiment.terminal.step(seed, step, row),
         still_owner=experiment.still_owner,
+        spent=spent,
     )
 
 
