@@ -73,7 +73,8 @@ class Watch(lightning.Callback):
                 "several, use driftlab.watching"
             )
         optimizer, network = trainer.optimizers[0], Step(pl_module)
-        options = self._options | {"clip": _clips(trainer)}
+        made = trainer.fit_loop.epoch_loop.batch_progress.total.ready  # more than 0 of one that goes on
+        options = self._options | {"clip": _clips(trainer), "begins": made}
         self._watch = watch.Watch(network, self._rewritten, optimizer, its_own, **options)
 
     def on_train_batch_start(self, trainer, pl_module, batch: Any, batch_idx: int) -> None:

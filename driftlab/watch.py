@@ -92,6 +92,7 @@ class Watch:
         updates: that each look follows both for, on its step's batch and those before it, which are kept in
             memory. The first look is all of ``diagnose``; a later one is a local window, and all of
             ``diagnose`` where that leaves its controls.
+        begins: the steps that the training has made before, of one that goes on.
         fold, seed, clip, candidate_inputs, candidate_loss: as in ``diagnose``.
 
     Attributes:
@@ -111,6 +112,7 @@ class Watch:
         *,
         budget: float = 0.05,
         updates: int = 6,
+        begins: int = 0,
         fold: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
         seed: int = 0,
         clip: float | Callable[[Iterable[nn.Parameter]], object] | None = None,
@@ -133,7 +135,8 @@ class Watch:
             "candidate_loss": candidate_loss,
         }
         self.looks: list[Look] = []
-        self.steps, self._due, self._began = 0, 0, time.perf_counter()
+        self.steps = self._due = whole_number("begins", begins, 0)
+        self._began = time.perf_counter()
         self._batches: deque[tuple[object, object]] = deque(maxlen=self.updates + 1)  # the last one first
         self._counters: Counters | None = None
         self._counted: list[str] = []  # which of them were set at a later look
@@ -182,7 +185,7 @@ class Watch:
         at = min(range(len(self.looks)), key=lambda i: WORST_FIRST.index(self.looks[i].diagnosis.verdict))
         look, last = self.looks[at], self.looks[-1].step
         if look.diagnosis.verdict in RIGHT:
-            said = f"at each step that was looked at, {len(self.looks)} from 0 to {last}"
+            said = f"at each step that was looked at, {len(self.looks)} from {self.looks[0].step} to {last}"
             if GROWTH * last + 1 < self.steps:
                 said += f"; nothing is known of the rest of {self.steps}, for which a larger budget pays"
         elif at == 0:
@@ -241,7 +244,7 @@ class Watch:
         """Puts the counters of the candidate's own where this many calls would have brought them."""
         if self._counters is None:
             self._counters = Counters(pair.candidate, on_batch(pair, batch))
-        elif counted := self._counters.advance(pair.candidate, step):
+        if step and (counted := self._counters.advance(pair.candidate, step)):
             self._counted = counted
 
     def _briefly(self, pair: Pair, batches: Sequence[Batch], step: int) -> Diagnosis | None:

@@ -95,6 +95,7 @@ def test_a_training_that_goes_on_from_a_checkpoint_is_watched_from_there(tmp_pat
     _, without = fitted(tmp_path, ckpt_path=tmp_path / "half.ckpt")
     assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
     assert watched.diagnosis.verdict is Verdict.ROUND_OFF, watched.diagnosis
+    assert watched.looks[0].step == len(loader())  # of the whole training, as the candidate's counts are
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])

@@ -84,6 +84,13 @@ def test_a_fault_that_waits_for_the_candidates_own_count(how):
     assert next(k.step for k in watched.looks if k.diagnosis.verdict is Verdict.BUG) == first
 
 
+def test_a_training_that_goes_on_is_counted_from_where_it_began():
+    watch = lambda model, steps: watching(model, counting("buffer", 23), steps, budget=MUCH, begins=30)  # noqa: E731
+    watched, *_ = train(2, sgd, watch)
+    assert watched.looks[0].step == 30
+    assert watched.looks[0].diagnosis.verdict is Verdict.BUG
+
+
 @pytest.mark.parametrize(("clip", "moves"), [(None, True), (1e-12, False)])
 def test_a_look_clips_as_it_is_told(clip, moves):
     watch = lambda model, steps: watching(model, rewritten(), steps, budget=MUCH, clip=clip)  # noqa: E731
