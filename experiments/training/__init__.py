@@ -30,8 +30,8 @@ from suite.running.experiment_folder import (
     say_outdated,
 )
 from suite.running.float64_steps import as_begun, settle
+from suite.running.importing import imported, own_sources, source_digest
 from suite.running.local_choice import local_choice, settle_windows
-from suite.running.networks import source_digest
 from suite.running.seed_run import train
 from suite.running.workers import carry_out, in_a_worker
 from suite.showing.plan import training_plan
@@ -76,8 +76,10 @@ def _run(settings: DictConfig, seeds: list[int], terminal: Terminal, few_are_fas
 def _of_its_rewrite(settings: DictConfig) -> DictConfig:
     """The settings, with what is known of the rewrite that they name. Raises ConfigurationError."""
     check_network(settings)
+    if sources := own_sources(settings):
+        settings.sources = sources
     if settings.rewrite.target and "candidate" in settings.roles:
-        settings.rewrite.source = source_digest(settings.rewrite.target)
+        settings.rewrite.source = source_digest(imported("rewrite.target", settings.rewrite.target))
         written = {o.lstrip("+").partition("=")[0] for o in overrides(settings)}
         if "rewrite.target" in written:  # what the experiment expected was of its own rewrite
             about = f"{settings.rewrite.target} changes nothing but rounding"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig
 
@@ -88,6 +90,32 @@ def overrides(settings: DictConfig) -> list[str]:
     if not HydraConfig.initialized():
         return [f"+experiment={settings.name}"]
     return list(HydraConfig.get().overrides.task)
+
+
+def written(settings: DictConfig) -> set[str]:
+    """The settings that the command line sets, with dots: ``model={depth: 3}`` sets ``model.depth``."""
+    if not HydraConfig.initialized():
+        return set()
+    parsed = OverridesParser.create().parse_overrides(overrides(settings))
+    return {name for o in parsed if not o.is_delete() for name in _leaves(o.key_or_group, o.value())}
+
+
+def _leaves(name: str, value: object) -> Iterator[str]:
+    if isinstance(value, Mapping) and value:
+        for key, below in value.items():
+            yield from _leaves(f"{name}.{key}", below)
+    else:
+        yield name
+
+
+def chosen_file(group: str) -> Path | None:
+    """The file of a group that this job chose, as in ``model=resnet14``; None where Hydra composed none."""
+    if not HydraConfig.initialized():
+        return None
+    runtime = HydraConfig.get().runtime
+    folders = (Path(s.path) for s in runtime.config_sources if s.schema == "file")
+    files = (folder / group / f"{runtime.choices.get(group)}.yaml" for folder in folders)
+    return next((file for file in files if file.is_file()), None)
 
 
 def given(group: str, name: str, settings: DictConfig) -> bool:

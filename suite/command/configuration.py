@@ -15,6 +15,7 @@ from suite.command.command_line import given, in_sweep, instead, kind, overrides
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.idle import OF_TRAININGS, say_idle
 from suite.command.machine import chosen_device, register_resolvers, seeds_at_once, threads_chosen
+from suite.command.own_targets import drop_arguments_of_others
 from suite.command.schema import Scale, ScaleName, Training
 
 # What does not change a seed's curves, and so is not part of the experiment's identity: seeds, paths,
@@ -48,6 +49,8 @@ def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfi
     OmegaConf.set_struct(config, False)
     config.device = chosen_device(config.get("device"))
     check_interpolations(config)
+    if trains:
+        drop_arguments_of_others(config)
     try:
         _take_own_sizes(config, schema) if trains else _keep_shared(config)
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)

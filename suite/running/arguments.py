@@ -14,7 +14,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from suite.command.checking import shown
 from suite.command.command_line import given, instead
 from suite.command.errors import ConfigurationError
-from suite.running.networks import imported
+from suite.running.importing import class_count, imported
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 _HYDRAS = ("_target_", "_partial_")
@@ -25,7 +25,7 @@ def check_network(settings: DictConfig) -> None:
     for name in ("model", "optimizer"):
         function = imported(f"{name}._target_", settings[name]._target_)
         own = {k: v for k, v in OmegaConf.to_container(settings[name]).items() if k not in _HYDRAS}
-        check_arguments(name, function, own, known=["classes"] if name == "model" else _first(function))
+        check_arguments(name, function, own, known=_counts(function) if name == "model" else _first(function))
     if settings.rewrite.target and "candidate" in settings.roles:
         check_rewrite("rewrite", settings)
 
@@ -63,6 +63,12 @@ def check_arguments(
             raise ConfigurationError(
                 f"{place}.{name}={shown(value)} does not fit: {function.__qualname__} takes {wanted}"
             )
+
+
+def _counts(function: Callable) -> list[str]:
+    """The parameter of a network that the data set decides."""
+    name = class_count(function)
+    return [name] if name else []
 
 
 def _first(function: Callable) -> list[str]:

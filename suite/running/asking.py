@@ -35,6 +35,7 @@ from suite.running.arguments import check_network
 from suite.running.building import on_cpu
 from suite.running.ending import end
 from suite.running.experiment_folder import Experiment, is_done, open_experiment, say_outdated, take_up
+from suite.running.importing import own_sources
 from suite.running.question import Measured, Question
 from suite.running.run_record import Began, seed_record
 from suite.running.workers import carry_out
@@ -75,6 +76,8 @@ def _images(settings: DictConfig, terminal: Terminal) -> Images | None:
     if "data" not in settings:
         return None
     check_network(settings)
+    if sources := own_sources(settings):
+        settings.sources = sources
     images = load_images(settings, terminal.say)
     say_beyond(settings, len(images.test_labels), terminal.say)
     return images

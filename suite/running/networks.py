@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import importlib
 import inspect
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 
 import hydra
+import hydra.errors
 import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
@@ -28,22 +27,52 @@ from driftlab.network.calling import evaluation_mode
 from driftlab.network.pair import Pair
 from driftlab.process import REWRITE, noticed
 from driftlab.words import DiagnoseError
+from suite.command.command_line import instead
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.users_code import let_end
 from suite.data.images import Images
+from suite.running.importing import class_count, imported
 
 Rewrite = Callable[[nn.Module], nn.Module]
 
 
 def build_reference(settings: DictConfig, images: Images, seed: int) -> nn.Module:
     """The network in float32 on the CPU, initialised from ``seed`` whatever its arms' device and dtype."""
-    torch.manual_seed(seed)
+    name = class_count(imported("model._target_", settings.model._target_))
     try:
         with noticed("the model"):
-            return hydra.utils.instantiate(settings.model, classes=len(images.classes))
+            model = _made(settings, seed, {name: len(images.classes)} if name else {})
     except BaseException as error:
         let_end(error)
-        raise ConfigurationError(f"model: {described(error.__cause__ or error, 200)}") from None
+        if is_out_of_memory(error):
+            raise
+        said = described(error.__cause__ or error, 200) + _meant(settings.model._target_, error.__cause__)
+        raise ConfigurationError(f"model: {said}") from None
+    if not isinstance(model, nn.Module):
+        got = f"model._target_={settings.model._target_} made a {type(model).__name__}"
+        raise ConfigurationError(f"{got}: name a class of networks, or a function that returns one")
+    return model
+
+
+def _made(settings: DictConfig, seed: int, counts: dict[str, int]) -> object:
+    """The network from its initial seed; without ``counts`` where it takes any keyword but that."""
+    torch.manual_seed(seed)
+    try:
+        return hydra.utils.instantiate(settings.model, **counts, _convert_="all")
+    except hydra.errors.InstantiationException as error:
+        unknown = next((f"unexpected keyword argument '{name}'" for name in counts), None)
+        if unknown is None or unknown not in str(error.__cause__):
+            raise
+    return _made(settings, seed, {})
+
+
+def _meant(target: str, error: BaseException | None) -> str:
+    """The nearest argument of the class that a function of any keyword hands a misspelt one to."""
+    found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    module = sys.modules[imported("model._target_", target).__module__]
+    if found is None or (made := getattr(module, found[1], None)) is None:
+        return ""
+    return f": {instead(found[2], [*inspect.signature(made).parameters])}"
 
 
 def load_rewrite(settings: DictConfig) -> Rewrite:
@@ -56,35 +85,6 @@ def load_rewrite(settings: DictConfig) -> Rewrite:
         return partial(function, **options)
     # an experiment's options stay behind when another target takes the place of its own
     return partial(function, **{k: v for k, v in options.items() if k in accepted})
-
-
-def imported(setting: str, target: str) -> Callable:
-    """The function that a setting names. Raises ConfigurationError."""
-    module_name, _, function_name = str(target).rpartition(".")
-    if not module_name:
-        raise ConfigurationError(f"{setting}={target}: write package.module.function")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        with noticed(f"importing {module_name}"):
-            function = getattr(importlib.import_module(module_name), function_name)
-    except BaseException as error:
-        let_end(error)
-        raise ConfigurationError(f"{setting}={target} cannot be imported: {described(error, 200)}") from None
-    if not callable(function):
-        raise ConfigurationError(f"{setting}={target} is a {type(function).__name__}, not a function")
-    return function
-
-
-def source_digest(target: str | None) -> str | None:
-    """The SHA-256 of the file that holds a rewrite: an edited rewrite is another experiment."""
-    if not target:
-        return None
-    try:
-        source = Path(inspect.getsourcefile(inspect.unwrap(imported("rewrite.target", target)))).read_bytes()
-    except (TypeError, OSError):
-        return None
-    return hashlib.sha256(source).hexdigest()[:12]
 
 
 def apply_rewrite(rewrite: Rewrite, target: str, reference: nn.Module) -> nn.Module:
@@ -195,7 +195,7 @@ def make_optimizer(settings: DictConfig) -> Callable[[Iterable[nn.Parameter]], t
 
     def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         try:
-            return hydra.utils.instantiate(settings.optimizer)(parameters)
+            return hydra.utils.instantiate(settings.optimizer, _convert_="all")(parameters)
         except BaseException as error:
             let_end(error)
             raise ConfigurationError(f"optimizer: {one_line(error.__cause__ or error)}") from None
