@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from suite.command.checking import check, check_interpolations, shown
-from suite.command.command_line import given, in_sweep, instead, kind, overrides
+from suite.command.command_line import given, in_sweep, instead, kind, overrides, written
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.idle import OF_TRAININGS, say_idle
 from suite.command.machine import chosen_device, register_resolvers, seeds_at_once, threads_chosen
@@ -26,8 +26,14 @@ _NOT_IDENTITY = (
     *("hypothesis", "question", "expected"),
 )
 AUTO = "auto"
-# Local windows as they are where nobody asks: digests are as they were before there were any.
-_LOCAL_BY_ITSELF = {"windows": AUTO, "updates": 6, "share": 0.1}
+# Settings as they are where nobody asks: digests are as they were before there were any of these.
+_BY_ITSELF = {
+    "local": {"windows": AUTO, "updates": 6, "share": 0.1},
+    "loss": {"_target_": "torch.nn.functional.cross_entropy"},
+    "scheduler": {"_target_": None},
+    "warmup": None,
+    "clip": None,
+}
 # What scale=full said before there was auto: digests of other settings hold it still, and kinds of experiment
 # that ask a question take it.
 ALL_FLOAT64_STEPS = 3900
@@ -68,6 +74,7 @@ def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfi
         return settings
     _check_subject(settings)
     _check_windows(settings)
+    _settle_schedule(settings)
     return _settle_float64(settings)
 
 
@@ -121,8 +128,7 @@ def digest(settings: DictConfig) -> str:
         identity["seeds"] = {k: v for k, v in identity["seeds"].items() if v is not None}
     for key in _NOT_IDENTITY:
         identity.pop(key, None)
-    if identity.get("local") == _LOCAL_BY_ITSELF:
-        identity.pop("local")
+    identity = {k: v for k, v in identity.items() if k not in _BY_ITSELF or v != _BY_ITSELF[k]}
     for key in ("root", "time_limit"):
         identity.get("data", {}).pop(key, None)
     scale = identity.get("scale", {})
@@ -159,6 +165,18 @@ def _settle(settings: DictConfig) -> None:
         settings.workers = 1 if in_sweep() else seeds_at_once(settings.threads, settings.device)
     if settings.tf32 and settings.device == "cpu":  # nothing would be measured
         raise ConfigurationError("tf32=true: a CPU has no TF32; run it on a GPU, or write tf32=false")
+
+
+def _settle_schedule(settings: DictConfig) -> None:
+    """A scheduler of one's own moves the optimizer's rate, and no schedule by name does."""
+    name = settings.learning_rate_schedule
+    if not settings.scheduler._target_ or name == "constant":
+        return
+    if "learning_rate_schedule" in written(settings):
+        raise ConfigurationError(
+            f"learning_rate_schedule={name} and scheduler._target_ move one rate: leave one of them out"
+        )
+    settings.learning_rate_schedule = "constant"
 
 
 def _check_windows(settings: DictConfig) -> None:

@@ -1,4 +1,4 @@
-"""A network or an optimizer of one's own in the place of a file's: the arguments of that file fall away.
+"""A network or optimizer of one's own in the place of a file's: the arguments of that file fall away.
 
 ``model._target_=my.Net`` stands beside what ``conf/model/resnet18.yaml`` hands to its ResNet18, which no
 other network need take.
@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from suite.command.command_line import chosen_file, written
 
-GROUPS = ("model", "optimizer")
+GROUPS = ("model", "optimizer", "loss", "scheduler")
 _HYDRAS = ("_target_", "_partial_")
 
 

@@ -203,6 +203,21 @@ class Optimizer(Model):
     weight_decay: NotNegative = None
 
 
+class Scheduler(Group, extra="allow"):
+    target: Function | None = Field(alias="_target_")
+
+    @model_validator(mode="after")
+    def _refuse_arguments_of_none(self) -> Scheduler:
+        if self.target is None and self.model_extra:
+            own = min(self.model_extra)
+            raise PydanticCustomError("must", f"has {own} and no scheduler: write scheduler._target_=CLASS")
+        return self
+
+
+SCHEDULES = ("constant", "cosine", "warmup_cosine", "onecycle")
+WARMED_UP = ("warmup_cosine", "onecycle")
+
+
 class LocalWindows(Group):
     windows: Literal["auto"] | list[whole(0)]
     updates: whole(1)
@@ -240,7 +255,11 @@ class Training(Shared):
     augment: bool
     eval_every: whole(0)
     eval_images: whole(1) | None
-    learning_rate_schedule: one_of("constant", "cosine")
+    loss: Model
+    learning_rate_schedule: one_of(*SCHEDULES)
+    warmup: Share | None
+    scheduler: Scheduler
+    clip: Positive | None
     log_schedule: group(dense=whole(1), per_decade=whole(0))
     local: LocalWindows
     probe_images: whole(1)

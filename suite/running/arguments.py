@@ -21,11 +21,13 @@ _HYDRAS = ("_target_", "_partial_")
 
 
 def check_network(settings: DictConfig) -> None:
-    """The arguments of the model, of the optimizer and of the rewrite. Raises ConfigurationError."""
-    for name in ("model", "optimizer"):
+    """The arguments of all that the settings name, and of the rewrite. Raises ConfigurationError."""
+    for name in _KNOWN:
+        if not settings[name]._target_:
+            continue
         function = imported(f"{name}._target_", settings[name]._target_)
         own = {k: v for k, v in OmegaConf.to_container(settings[name]).items() if k not in _HYDRAS}
-        check_arguments(name, function, own, known=_counts(function) if name == "model" else _first(function))
+        check_arguments(name, function, own, known=_KNOWN[name](function))
     if settings.rewrite.target and "candidate" in settings.roles:
         check_rewrite("rewrite", settings)
 
@@ -71,12 +73,22 @@ def _counts(function: Callable) -> list[str]:
     return [name] if name else []
 
 
-def _first(function: Callable) -> list[str]:
-    """The parameter that the suite fills: the network, or what an optimizer updates."""
+def _first(function: Callable, count: int = 1) -> list[str]:
+    """The parameters that the suite fills: the network, what an optimizer updates, the optimizer."""
     try:
-        return list(inspect.signature(function).parameters)[:1]
+        return list(inspect.signature(function).parameters)[:count]
     except (TypeError, ValueError):
         return []
+
+
+def _outputs_and_targets(function: Callable) -> list[str]:
+    return [] if isinstance(function, type) else _first(function, 2)
+
+
+# setting -> the parameters of its function that the suite fills
+_KNOWN: dict[str, Callable[[Callable], list[str]]] = {
+    **{"model": _counts, "optimizer": _first, "loss": _outputs_and_targets, "scheduler": _first},
+}
 
 
 def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from omegaconf import DictConfig
 
 from driftlab.lockstep.loop import Lockstep
@@ -16,6 +15,7 @@ from driftlab.network.pair import Pair
 from suite.data.batches import Batches
 from suite.data.images import Images
 from suite.running.networks import build_arms
+from suite.running.updates import make_loss
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def build(settings: DictConfig, images: Images, seed: int) -> Built:
     few = batches.batch(0)[0][:2].cpu()
     arms, pair = build_arms(settings, images, seeds, few)
     schedule = LogSchedule(settings.log_schedule.dense, settings.log_schedule.per_decade)
-    return Built(Lockstep(arms, F.cross_entropy, seed=seeds["order"], logged=schedule), batches, pair)
+    return Built(Lockstep(arms, make_loss(settings), seed=seeds["order"], logged=schedule), batches, pair)
 
 
 def on_cpu(settings: DictConfig) -> DictConfig:

@@ -113,6 +113,8 @@ def float64_choice(settings: DictConfig, sketch: Sketch) -> dict:
 
 
 def _cost(built: Built, arms: list[Arm], settings: DictConfig) -> Cost:
+    for arm in arms:
+        arm.scheduler = None  # one that ends with the training, as OneCycleLR, refuses further steps
     plain, logged = (_steps(built, arms, every=every) for every in (False, True))
     warm_up = _seconds_of_one(plain)
     step = warm_up if warm_up > TOO_LONG else _seconds(plain)

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import hydra
 import hydra.errors
 import torch
-import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils import _pytree as pytree
 
 from driftlab.blame import described, is_out_of_memory
@@ -32,6 +29,7 @@ from suite.command.errors import ConfigurationError, one_line
 from suite.command.users_code import let_end
 from suite.data.images import Images
 from suite.running.importing import class_count, imported
+from suite.running.updates import make_clip, make_loss, make_optimizer, make_scheduler
 
 Rewrite = Callable[[nn.Module], nn.Module]
 
@@ -137,6 +135,7 @@ def build_arms(
         controls=[ONE_WEIGHT] if "control" in settings.roles else [],
         fold=pair.comparable if pair else unfolded,
         scheduler=make_scheduler(settings),
+        clip=make_clip(settings),
         nudge_seed=seeds["nudge"],
         device=settings.device,
         float64_candidate=pair is None or _runs_in_float64(pair.candidate, inputs),
@@ -163,15 +162,16 @@ def make_pair(
         with noticed("another run of the rewrite"):  # which finds the fold
             fold = find_fold(reference, candidate, rewrite)
         optimizer = _of_module(settings)
-        return Pair(reference, candidate, fold, F.cross_entropy, optimizer, optimizer, seed=seed)
+        loss, clip = make_loss(settings), make_clip(settings)
+        return Pair(reference, candidate, fold, loss, optimizer, optimizer, seed=seed, clip=clip)
     except (FoldError, DiagnoseError) as error:
         raise ConfigurationError(f"rewrite.target={target}: {one_line(error)}") from None
 
 
 def make_arm(settings: DictConfig, role: str, dtype: str, network: nn.Module, horizon: int) -> Arm:
     """An arm of a copy of ``network``, on its device, compared with nothing yet."""
-    scheduler, device = make_scheduler(settings), settings.device
-    return arm_of(role, dtype, network, _of_module(settings), horizon, scheduler=scheduler, device=device)
+    own = {"scheduler": make_scheduler(settings), "clip": make_clip(settings), "device": settings.device}
+    return arm_of(role, dtype, network, _of_module(settings), horizon, **own)
 
 
 def _of_module(settings: DictConfig) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -188,27 +188,3 @@ def _runs_in_float64(candidate: nn.Module, inputs: torch.Tensor) -> bool:
         let_end(error)
         return False
     return True
-
-
-def make_optimizer(settings: DictConfig) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """From parameters to optimizer; what it refuses (a rate that is no number) is the user's to mend."""
-
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        try:
-            return hydra.utils.instantiate(settings.optimizer, _convert_="all")(parameters)
-        except BaseException as error:
-            let_end(error)
-            raise ConfigurationError(f"optimizer: {one_line(error.__cause__ or error)}") from None
-
-    return make
-
-
-def make_scheduler(settings: DictConfig) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
-    """Makes an arm's learning-rate scheduler from its optimizer; None where the rate is constant."""
-    if settings.learning_rate_schedule == "constant":
-        return None
-    return partial(_cosine, settings.steps)
-
-
-def _cosine(steps: int, optimizer: torch.optim.Optimizer) -> LambdaLR:
-    return LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(step, steps) / steps)))

@@ -1,6 +1,8 @@
 """What somebody's own package may hold, for the tests that train it."""
 
+import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 
 class Net(nn.Module):
@@ -33,3 +35,29 @@ def any_keyword(**given: int) -> nn.Module:
 
 def no_network() -> dict:
     return {}
+
+
+def distance(outputs: Tensor, targets: Tensor, power: int = 2) -> Tensor:
+    """A loss of outputs [N, classes] and classes [N]."""
+    wanted = nn.functional.one_hot(targets, outputs.shape[1])
+    return (outputs - wanted.to(outputs)).abs().pow(power).mean()
+
+
+class Distance(nn.Module):
+    """The same as a class, with a weight of each class in a buffer."""
+
+    def __init__(self, power: int = 2):
+        super().__init__()
+        self.power = power
+        self.register_buffer("weight", torch.ones(10))
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return distance(outputs * self.weight, targets, self.power)
+
+
+def rising(optimizer: torch.optim.Optimizer, updates: int = 4) -> LRScheduler:
+    return LinearLR(optimizer, 0.1, total_iters=updates)
+
+
+def no_scheduler(optimizer: torch.optim.Optimizer) -> None:
+    """Returns nothing."""
