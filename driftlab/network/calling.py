@@ -189,8 +189,8 @@ def random_state() -> bytes:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Of the random layers at one step."""
-    return (seed << 32) + step
+    """Of the random layers at one step; of a step of a window that has a step's seed for its own, too."""
+    return ((seed << 32) + step) % 2**64  # more than that torch does not take
 
 
 def named_leaves(outputs: object) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from driftlab.network.calling import calling
+from driftlab.network.calling import calling, seed_random_layers, step_seed
 
 
 def module(forward):
@@ -128,3 +128,13 @@ def test_a_compiled_module_of_unknown_signature_gets_arguments_unpacked():
     scripted = torch.jit.script(Sum())
     for inputs in ((X, Y), {"x": X, "y": Y}):
         assert torch.equal(calling(scripted, inputs)(scripted, inputs), X + Y)
+
+
+def test_a_step_of_a_window_has_a_seed_that_torch_takes():
+    """A window's own seed is that of the step at which it begins, whatever the training's."""
+    drawn = set()
+    for seed in (0, 1, 2**32 - 1):
+        for begins, step in ((0, 0), (3, 0), (3, 1)):
+            seed_random_layers(step_seed(step_seed(seed, begins), step))
+            drawn.add((begins, step, float(torch.rand(1))))
+    assert len({value for *_, value in drawn}) == 3
