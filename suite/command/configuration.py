@@ -16,7 +16,7 @@ from suite.command.errors import ConfigurationError, one_line
 from suite.command.idle import OF_TRAININGS, say_idle
 from suite.command.machine import chosen_device, register_resolvers, seeds_at_once, threads_chosen
 from suite.command.own_targets import drop_arguments_of_others
-from suite.command.schema import Scale, ScaleName, Training
+from suite.command.schema import Scale, ScaleName, Shared, Training, WithOwnData
 
 # What does not change a seed's curves, and so is not part of the experiment's identity: seeds, paths,
 # loggers, and how a run is carried out.
@@ -66,7 +66,7 @@ def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfi
         raise  # its line is made where that of a composition is
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"the configuration cannot be resolved: {one_line(error)}") from None
-    check(values, schema)
+    _check(values, schema)
     settings = OmegaConf.create(values)
     say_idle(config, settings, schema, say)
     _settle(settings)
@@ -76,6 +76,15 @@ def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfi
     _check_windows(settings)
     _settle_schedule(settings)
     return _settle_float64(settings)
+
+
+def _check(values: dict, schema: type[Shared]) -> None:
+    """A data set of one's own is held to the signature of what it names, as a network is."""
+    data = values.get("data")
+    if isinstance(data, dict) and data.get("_target_") is not None and issubclass(schema, Training):
+        check(values, WithOwnData)
+        values = values | {"data": {"name": AUTO}}
+    check(values, schema)
 
 
 def _take_own_sizes(config: DictConfig, schema: type[Training]) -> None:
@@ -129,8 +138,11 @@ def digest(settings: DictConfig) -> str:
     for key in _NOT_IDENTITY:
         identity.pop(key, None)
     identity = {k: v for k, v in identity.items() if k not in _BY_ITSELF or v != _BY_ITSELF[k]}
-    for key in ("root", "time_limit"):
-        identity.get("data", {}).pop(key, None)
+    data = identity.get("data", {})
+    for key in ("root", "time_limit") if data.get("_target_") is None else ("root",):
+        data.pop(key, None)
+    if data.get("_target_", "") is None:
+        data.pop("_target_")
     scale = identity.get("scale", {})
     for key in ("why", "least_float64_steps"):
         scale.pop(key, None)

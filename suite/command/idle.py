@@ -38,6 +38,10 @@ def _no_warmup(s: DictConfig) -> bool:
     return s.learning_rate_schedule not in WARMED_UP
 
 
+def _own_data(s: DictConfig) -> bool:
+    return s.data.get("_target_") is not None
+
+
 def _one_run(s: DictConfig) -> bool:
     return len(parse_seeds(s.seed)) > 1 and None not in s.seeds.values()
 
@@ -45,6 +49,7 @@ def _one_run(s: DictConfig) -> bool:
 RULES = (
     Idle("seed", "seeds", _one_run, "all of them are set, and each seed would be the same run"),
     Idle("seeds.augmentation", "augment", lambda s: not s.augment, "no image is moved"),
+    Idle("augment", "data._target_", _own_data, "a data set of one's own augments by itself"),
     Idle("seeds.nudge", "roles", lambda s: "control" not in s.roles, "the control alone is nudged"),
     Idle("float64_steps", "dtypes", _no_float64, "no arm is in float64"),
     Idle("float64_share", "dtypes", _no_float64, "no arm is in float64"),

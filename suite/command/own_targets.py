@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from suite.command.command_line import chosen_file, written
 
-GROUPS = ("model", "optimizer", "loss", "scheduler")
+GROUPS = ("model", "data", "optimizer", "loss", "scheduler")
 _HYDRAS = ("_target_", "_partial_")
 
 

@@ -184,6 +184,7 @@ class Rewrite(Group):
 class Data(Chosen):
     uses = {"folder": ("root",), **dict.fromkeys(("auto", "cifar10"), ("root", "time_limit"))}
 
+    target: None = Field(None, alias="_target_")  # anybody's own is held to WithOwnData
     name: one_of(*choices("data"))
     root: Folder | None = None
     time_limit: Positive | None = None
@@ -191,6 +192,12 @@ class Data(Chosen):
 
 class Model(Group, extra="allow"):  # the rest is held to the signature of the target, here and below
     target: Function = Field(alias="_target_")
+
+
+class WithOwnData(Group, extra="ignore"):
+    """Of settings with a data set of one's own: what that is named by."""
+
+    data: Model
 
 
 class Optimizer(Model):

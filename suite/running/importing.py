@@ -19,7 +19,7 @@ from suite.command.errors import ConfigurationError
 from suite.command.users_code import let_end
 
 # whose files are another experiment where they were edited, besides the rewrite's (`rewrite.source`)
-_NAMED = ("model", "optimizer", "loss", "scheduler")
+_NAMED = ("model", "data", "optimizer", "loss", "scheduler")
 
 
 def imported(setting: str, target: str) -> Callable:

@@ -156,7 +156,7 @@ class LocalWindows:
         """Copies of the pair, trained and evaluated from ``start`` to ``stop`` as this seed does."""
         twins = [_twin(arm, self._built.pair, self._settings) for arm in arms]
         mine = self._built.lockstep
-        lockstep = Lockstep(twins, mine.loss, mine.seed, logged=lambda step: False)
+        lockstep = Lockstep(twins, mine.loss, mine.seed, logged=lambda step: False, call=mine.call)
         for _ in walked(lockstep, self._built.batches, self._settings, start, stop):
             pass
         return twins

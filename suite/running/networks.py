@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import hydra
@@ -20,7 +21,7 @@ from driftlab.blame import described, is_out_of_memory
 from driftlab.fold import FoldError, find_fold
 from driftlab.lockstep.arm import ONE_WEIGHT, Arm, grow, unfolded
 from driftlab.lockstep.arm import make_arm as arm_of
-from driftlab.network.calling import evaluation_mode
+from driftlab.network.calling import calling, cast, evaluation_mode
 from driftlab.network.pair import Pair
 from driftlab.process import REWRITE, noticed
 from driftlab.words import DiagnoseError
@@ -39,7 +40,7 @@ def build_reference(settings: DictConfig, images: Images, seed: int) -> nn.Modul
     name = class_count(imported("model._target_", settings.model._target_))
     try:
         with noticed("the model"):
-            model = _made(settings, seed, {name: len(images.classes)} if name else {})
+            model = _made(settings, seed, {name: len(images.classes)} if name and images.classes else {})
     except BaseException as error:
         let_end(error)
         if is_out_of_memory(error):
@@ -100,13 +101,14 @@ def apply_rewrite(rewrite: Rewrite, target: str, reference: nn.Module) -> nn.Mod
     return candidate
 
 
-def check_same_shapes(reference: nn.Module, candidate: nn.Module, inputs: torch.Tensor, target: str) -> None:
+def check_same_shapes(reference: nn.Module, candidate: nn.Module, inputs: object, target: str) -> None:
     """Both networks on one batch, in eval mode: one that fails or changes the shape is no rewrite."""
+    call = calling(reference, inputs)
     with evaluation_mode(reference):
-        wanted = pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), reference(inputs))
+        wanted = pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), call(reference, inputs))
     try:
         with evaluation_mode(candidate):
-            got = pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), candidate(inputs))
+            got = pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), call(candidate, inputs))
     except BaseException as error:
         let_end(error)
         if is_out_of_memory(error):
@@ -119,11 +121,11 @@ def check_same_shapes(reference: nn.Module, candidate: nn.Module, inputs: torch.
 
 
 def build_arms(
-    settings: DictConfig, images: Images, seeds: dict[str, int], inputs: torch.Tensor
+    settings: DictConfig, images: Images, seeds: dict[str, int], inputs: object
 ) -> tuple[list[Arm], Pair | None]:
     """All arms of one seed on their device, and the pair that is judged, where there is a candidate.
 
-    ``inputs`` is a float32 CPU batch to try the networks on.
+    ``inputs`` are those of a float32 CPU batch to try the networks on.
     """
     reference = build_reference(settings, images, seeds["init"])
     pair = _rewritten(settings, reference, seeds["order"], inputs) if "candidate" in settings.roles else None
@@ -146,12 +148,13 @@ def build_arms(
     return arms, pair
 
 
-def _rewritten(settings: DictConfig, reference: nn.Module, seed: int, inputs: torch.Tensor) -> Pair:
+def _rewritten(settings: DictConfig, reference: nn.Module, seed: int, inputs: object) -> Pair:
     target, rewrite = settings.rewrite.target, load_rewrite(settings)
     with noticed(REWRITE):
         candidate = apply_rewrite(rewrite, target, reference)
     check_same_shapes(reference, candidate, inputs, target)
-    return make_pair(settings, reference, candidate, rewrite, target, seed)
+    pair = make_pair(settings, reference, candidate, rewrite, target, seed)
+    return replace(pair, call=calling(reference, inputs))
 
 
 def make_pair(
@@ -179,11 +182,11 @@ def _of_module(settings: DictConfig) -> Callable[[nn.Module], torch.optim.Optimi
     return lambda module: make(module.parameters())
 
 
-def _runs_in_float64(candidate: nn.Module, inputs: torch.Tensor) -> bool:
+def _runs_in_float64(candidate: nn.Module, inputs: object) -> bool:
     try:
         wide = copy.deepcopy(candidate).double()
         with evaluation_mode(wide):
-            wide(inputs.double())
+            calling(wide, inputs)(wide, cast(inputs, torch.float64))
     except BaseException as error:  # whatever a stranger's forward raises
         let_end(error)
         return False

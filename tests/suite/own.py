@@ -1,8 +1,12 @@
 """What somebody's own package may hold, for the tests that train it."""
 
+import random
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LinearLR, LRScheduler
+from torch.utils.data import Dataset
 
 
 class Net(nn.Module):
@@ -61,3 +65,59 @@ def rising(optimizer: torch.optim.Optimizer, updates: int = 4) -> LRScheduler:
 
 def no_scheduler(optimizer: torch.optim.Optimizer) -> None:
     """Returns nothing."""
+
+
+class Rows(Dataset):
+    """Rows of numbers with noise, and which of three classes; drawn when it is made."""
+
+    classes = ("a", "b", "c")
+
+    def __init__(self, train: bool = True, length: int = 40, noise: float = 0.1):
+        self.rows, self.noise, self.train = torch.randn(length, 5), noise, train
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> tuple[dict, int]:
+        drawn = torch.randn(5) + np.random.randn() + random.random()
+        return {"row": self.rows[number] + self.noise * drawn, "shift": torch.ones(2)}, number % 3
+
+
+def one_set(length: int = 24) -> Dataset:
+    return Rows(length=length)
+
+
+class Drifting(Rows):
+    """Draws from a generator of its own."""
+
+    generator = np.random.default_rng(0)
+
+    def __getitem__(self, number: int) -> tuple[dict, int]:
+        return {"row": self.rows[number] + self.generator.random()}, 0
+
+
+class OfRows(nn.Module):
+    """{"row": [N, 5], "shift": [N, 2]} by name -> logits [N, num_classes]."""
+
+    def __init__(self, num_classes: int):
+        super().__init__()
+        self.first, self.fc = nn.Linear(5, 6), nn.Linear(6, num_classes)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, row: Tensor, shift: Tensor) -> Tensor:
+        return self.fc(self.drop(self.first(row).relu())) + shift.mean(1, keepdim=True)
+
+
+class Doubled(nn.Module):
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = x.shape[1] // 2
+        return x[:, :half] @ self.weight[:, :half].T + x[:, half:] @ self.weight[:, half:].T + self.bias
+
+
+def by_halves(model: nn.Module) -> nn.Module:
+    model.fc = Doubled(model.fc)
+    return model
