@@ -130,11 +130,11 @@ def test_a_compiled_module_of_unknown_signature_gets_arguments_unpacked():
         assert torch.equal(calling(scripted, inputs)(scripted, inputs), X + Y)
 
 
-def test_a_step_of_a_window_has_a_seed_that_torch_takes():
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
+def test_a_step_of_a_window_has_a_seed_that_torch_takes(seed):
     """A window's own seed is that of the step at which it begins, whatever the training's."""
-    drawn = set()
-    for seed in (0, 1, 2**32 - 1):
-        for begins, step in ((0, 0), (3, 0), (3, 1)):
-            seed_random_layers(step_seed(step_seed(seed, begins), step))
-            drawn.add((begins, step, float(torch.rand(1))))
-    assert len({value for *_, value in drawn}) == 3
+    drawn = []
+    for step in (0, 1, 0):
+        seed_random_layers(step_seed(step_seed(seed, 3), step))
+        drawn.append(float(torch.rand(1)))
+    assert drawn[0] == drawn[2] != drawn[1]
