@@ -42,7 +42,7 @@ def imported(setting: str, target: str) -> Callable:
 
 # How networks name the number of classes. A function that takes any keyword is given the commonest name.
 CLASSES = ("num_classes", "classes", "n_classes", "nb_classes", "nclasses", "n_class", "num_class")
-CLASSES += ("num_labels", "n_labels", "n_outputs", "num_outputs")
+CLASSES += ("num_labels", "n_labels", "n_outputs", "num_outputs", "vocab_size", "vocabulary_size")
 
 
 def class_count(function: Callable) -> str | None:
