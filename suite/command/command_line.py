@@ -13,7 +13,7 @@ from types import ModuleType
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from suite.command.errors import ConfigurationError
 
@@ -130,11 +130,13 @@ def overrides(settings: DictConfig) -> list[str]:
     return list(HydraConfig.get().overrides.task)
 
 
-def written(settings: DictConfig) -> set[str]:
+def written() -> set[str]:
     """The settings that the command line sets, with dots: ``model={depth: 3}`` sets ``model.depth``."""
     if not HydraConfig.initialized():
         return set()
-    parsed = OverridesParser.create().parse_overrides(overrides(settings))
+    # as they stand: what they refer to may not be there, which is said where it is looked up
+    given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    parsed = OverridesParser.create().parse_overrides(given)
     return {name for o in parsed if not o.is_delete() for name in _leaves(o.key_or_group, o.value())}
 
 

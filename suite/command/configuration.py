@@ -184,7 +184,7 @@ def _settle_schedule(settings: DictConfig) -> None:
     name = settings.learning_rate_schedule
     if not settings.scheduler._target_ or name == "constant":
         return
-    if "learning_rate_schedule" in written(settings):
+    if "learning_rate_schedule" in written():
         raise ConfigurationError(
             f"learning_rate_schedule={name} and scheduler._target_ move one rate: leave one of them out"
         )

@@ -17,7 +17,7 @@ _HYDRAS = ("_target_", "_partial_")
 def drop_arguments_of_others(config: DictConfig) -> None:
     """In place: beside a target of the command line all but what stands there, beside one that an experiment
     names what the chosen file gives its own."""
-    given = written(config)
+    given = written()
     for group in GROUPS:
         own = config.get(group)
         if not OmegaConf.is_dict(own):
