@@ -34,6 +34,7 @@ def main(arguments: list[str]) -> int:
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra then raises to us instead of printing and exiting
     try:
         if {"-h", "--help"} & set(arguments):
+            options.look_in_own(arguments)
             print(command_line.usage(), flush=True)
             return 0
         ordered = options.check(arguments)

@@ -34,6 +34,7 @@ from driftlab.record.files import (
     version,
 )
 from driftlab.record.tensor_file import as_bytes, write_tensors
+from driftlab.words import DiagnoseError
 
 NAME = "state.safetensors"
 
@@ -189,7 +190,9 @@ def _take_apart(value: object, path: str, tensors: dict[str, Tensor]) -> object:
         return {"list": [_take_apart(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
-    raise TypeError(f"{path} is a {type(value).__name__}, which a checkpoint cannot hold")
+    raise DiagnoseError(
+        f"{path} is a {type(value).__name__}, which a checkpoint cannot hold: keep numbers, words and tensors"
+    )
 
 
 def _put_together(skeleton: dict, tensors: dict[str, Tensor]) -> object:

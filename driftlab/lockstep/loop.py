@@ -147,12 +147,12 @@ class Lockstep:
     def predictions(self, arm: Arm, batches: Iterable[tuple[object, object]]) -> tuple[object, object]:
         """Eval-mode outputs of ``arm`` over ``batches``, in float64, and the targets.
 
-        Of several batches both are tensors, joined along their first dimension; of one they may be anything.
+        Those of several batches are joined along the first dimension of each tensor in them.
         """
         seed_random_layers(self.seed)
         with evaluation_mode(arm.module), self._drawing(arm, training=False):
             pairs = [(self.call(arm.module, own_batch(x, DTYPES[arm.dtype])), y) for x, y in batches]
-        outputs, targets = pairs[0] if len(pairs) == 1 else map(torch.cat, zip(*pairs, strict=True))
+        outputs, targets = pairs[0] if len(pairs) == 1 else map(_joined, zip(*pairs, strict=True))
         return cast(outputs, torch.float64), targets
 
     def _run(self, arm: Arm, folded: Folded, step: int, inputs: object, targets: object) -> Seen:
@@ -199,6 +199,18 @@ def _loss_of(arm: Arm, loss: Loss) -> Loss:
     """What the arm is trained on, in its dtype."""
     loss, dtype = own_loss(arm.module) or loss, DTYPES[arm.dtype]
     return loss_in(loss, lambda module: copied(module).to(dtype), lambda held: cast(held, dtype))
+
+
+def _joined(parts: Sequence[object]) -> object:
+    """Structures of tensors as one; what has no dimension, as a mean, has one then, and what is no tensor is
+    the first one's."""
+
+    def joined(*leaves: object) -> object:
+        if not isinstance(leaves[0], Tensor):
+            return leaves[0]
+        return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves)
+
+    return pytree.tree_map(joined, *parts)
 
 
 def _measured(measures: Iterable[Measure], arm: Arm, seen: Mapping[str, Seen]) -> dict[str, Tensor]:

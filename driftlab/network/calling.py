@@ -189,8 +189,12 @@ def random_state() -> bytes:
 
 
 def step_seed(seed: int, step: int) -> int:
-    """Of the random layers at one step."""
-    return (seed << 32) + step
+    """Of the random layers at one step; of a step of a window that has a step's seed for its own, too.
+
+    torch's generator of a CPU reads the low 32 bits alone, so these hold both (Knuth's multiplicative hash).
+    """
+    low = (step + seed * 0x9E3779B1) % 2**32
+    return ((seed << 32) + low) % 2**64  # more than that torch does not take
 
 
 def named_leaves(outputs: object) -> dict[str, Tensor]:

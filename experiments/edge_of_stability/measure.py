@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -27,6 +26,7 @@ from suite.running.arguments import check_rewrite
 from suite.running.building import make_batches, own_seeds
 from suite.running.networks import build_arms, make_arm
 from suite.running.question import Measured
+from suite.running.updates import make_loss
 
 
 def about(settings: DictConfig) -> str:
@@ -88,7 +88,7 @@ def _trained(
     arms = [make_arm(asked, role, "float32", network, settings.steps) for role, network in networks.items()]
     # losses alone, at the first step and at the end: no arm is compared with another on the way
     end = settings.steps - tail_of(settings.steps + 1)
-    lockstep = Lockstep(arms, F.cross_entropy, seed=seed, logged=lambda step: step == 0 or step > end)
+    lockstep = Lockstep(arms, make_loss(settings), seed=seed, logged=lambda step: step == 0 or step > end)
     for step in range(settings.steps + 1):
         if not lockstep.live(step):
             break

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from suite.command.errors import ConfigurationError, one_line
 from suite.running.arguments import check_arguments
-from suite.running.networks import imported
+from suite.running.importing import imported
 
 
 class Case(NamedTuple):

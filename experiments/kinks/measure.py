@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-import torch.nn.functional as F
 from omegaconf import DictConfig, OmegaConf
 
 from driftlab.lockstep.loop import Lockstep
@@ -18,6 +17,7 @@ from suite.data.images import Images
 from suite.running.building import LogSchedule, build, make_batches, own_seeds
 from suite.running.networks import build_arms
 from suite.running.question import Measured
+from suite.running.updates import make_loss
 
 ARMS = tuple(f"{role}.{dtype}" for dtype in ("float32", "float64") for role in ("reference", "control"))
 _CONTROL = tuple(arm for arm in ARMS if arm.startswith("control"))
@@ -55,7 +55,7 @@ def _trained(
     arms, _ = build_arms(_with(settings, network), images, seeds, batches.batch(0)[0][:2].cpu())
     watch = Watch(arms)
     schedule = LogSchedule(settings.log_schedule.dense, settings.log_schedule.per_decade)
-    lockstep = Lockstep(arms, F.cross_entropy, seed=seeds["order"], logged=schedule)
+    lockstep = Lockstep(arms, make_loss(settings), seed=seeds["order"], logged=schedule)
     for step in range(lockstep.steps + 1):
         watch.look(step, lockstep.is_logged(step))
         lockstep.forward_backward(step, *batches.batch(step))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
@@ -26,6 +25,7 @@ from suite.data.images import Images
 from suite.running.building import LogSchedule, make_batches, own_seeds
 from suite.running.networks import build_reference
 from suite.running.question import Measured
+from suite.running.updates import make_loss
 
 DTYPES = ("float32", "float64")
 KINDS = ("loss", "weight_distance", "gradient_distance", "logit_distance", "sign_flips")
@@ -49,7 +49,7 @@ def measure(settings: DictConfig, seed: int, images: Images) -> Measured:
         seeds = own_seeds(settings, seed)
         batches, reference, pairs = built(settings, seed, images)
         arms = build_arms(settings, reference, pairs, seeds["nudge"])
-        lockstep = Lockstep(arms, F.cross_entropy, seed=seeds["order"], logged=_logged(settings))
+        lockstep = Lockstep(arms, make_loss(settings), seed=seeds["order"], logged=_logged(settings))
         values = {"output_mean": _output_means(arms, batches.batch(0)[0])}
         values |= _trained(lockstep, batches, settings.eval_images)
         del lockstep, arms  # a GPU has other uses for their memory
@@ -122,7 +122,7 @@ def _tested(lockstep: Lockstep, batches: Batches, count: int | None) -> dict[str
         logits, targets = lockstep.predictions(arm, images)
         chosen[arm.role] = logits.argmax(1)
         found[arm.role] = {
-            "loss": float(F.cross_entropy(logits, targets)),
+            "loss": float(lockstep.loss(logits, targets)),
             "accuracy": float((chosen[arm.role] == targets).double().mean()),
         }
         if "reference" in chosen:

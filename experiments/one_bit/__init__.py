@@ -17,6 +17,7 @@ class Settings(Training):
     """What is set for this kind, beside a training's."""
 
     unread = (*WATCHED, "rewrite", "roles", "dtypes", "float64_steps", "log_schedule", "probe_images")
+    unread += ("loss", "warmup", "scheduler", "clip")
 
     nudged: str
     norm_rate: Positive

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from driftlab.network.calling import evaluation_mode
 from experiments.one_bit.stored import packed
 from suite.data.batches import Batches
-from suite.running.networks import make_optimizer
+from suite.running.updates import make_optimizer
 
 EVALUATION_BATCH = 500
 LARGEST = 65504.0  # of float16

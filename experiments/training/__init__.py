@@ -17,7 +17,6 @@ from suite.command.leftovers import no_empty_folder
 from suite.command.machine import process_settled
 from suite.command.schema import Training as Settings
 from suite.command.seeds import parse_seeds
-from suite.data import load_images
 from suite.running.arguments import check_network
 from suite.running.building import Built, on_cpu
 from suite.running.costs import Sketch, build_sketched, float64_choice, forecast, make_sketch
@@ -31,8 +30,9 @@ from suite.running.experiment_folder import (
     say_outdated,
 )
 from suite.running.float64_steps import as_begun, settle
+from suite.running.importing import imported, own_sources, source_digest
 from suite.running.local_choice import local_choice, settle_windows
-from suite.running.networks import source_digest
+from suite.running.own_data import load_data
 from suite.running.seed_run import train
 from suite.running.workers import carry_out, in_a_worker
 from suite.showing.plan import training_plan
@@ -59,8 +59,8 @@ def run(config: DictConfig) -> Ran:
 
 def _run(settings: DictConfig, seeds: list[int], terminal: Terminal, few_are_fast: bool) -> Ran:
     settings = as_begun(settings, terminal.say)
-    images = load_images(settings, terminal.say)
-    say_beyond(settings, len(images.test_labels), terminal.say)
+    images = load_data(settings, terminal.say)
+    say_beyond(settings, images.test_count, terminal.say)
     built = build_sketched(on_cpu(settings), images, seeds[0])  # what cannot be built leaves no folder
     experiment = look_up(settings, images, terminal)
     with no_empty_folder(experiment.folder):
@@ -77,8 +77,10 @@ def _run(settings: DictConfig, seeds: list[int], terminal: Terminal, few_are_fas
 def _of_its_rewrite(settings: DictConfig) -> DictConfig:
     """The settings, with what is known of the rewrite that they name. Raises ConfigurationError."""
     check_network(settings)
+    if sources := own_sources(settings):
+        settings.sources = sources
     if settings.rewrite.target and "candidate" in settings.roles:
-        settings.rewrite.source = source_digest(settings.rewrite.target)
+        settings.rewrite.source = source_digest(imported("rewrite.target", settings.rewrite.target))
         written = {o.lstrip("+").partition("=")[0] for o in overrides(settings)}
         if "rewrite.target" in written:  # what the experiment expected was of its own rewrite
             about = f"{settings.rewrite.target} changes nothing but rounding"

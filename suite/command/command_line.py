@@ -5,12 +5,15 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from suite.command.errors import ConfigurationError
 
@@ -35,6 +38,8 @@ settings, the most used
   rerun=true              do finished seeds again
   workers=auto            seeds at a time: as many as the cores carry, or one a GPU
   -m hydra/launcher=...   a job a seed: joblib on this machine, submitit_slurm on a cluster
+  model._target_=my.Net   any network; likewise loss, optimizer, scheduler, data (docs/extending.md)
+  --config-dir DIR        your own experiment/, model/ and data/ files
   fail_on=[bug]           end with exit status 3 on these verdicts
 
 exit status: 0 this command wrote a verdict, whatever it says; 1 unfinished, the same command goes on;
@@ -42,9 +47,35 @@ exit status: 0 this command wrote a verdict, whatever it says; 1 unfinished, the
 all settings: python train.py +experiment=NAME --cfg job"""
 
 
+_own: list[Path] = []  # --config-dir: one's own experiment/, model/, data/
+
+
+def look_in(folder: Path | None) -> None:
+    """Offer what this folder holds too; None: what the suite has alone.
+
+    Raises:
+        ConfigurationError: a file of it has the name of one of the suite's, which Hydra would take.
+    """
+    _own[:] = [folder] if folder else []
+    twins = [path for path in (folder.glob("*/*.yaml") if folder else ()) if _twin(path).is_file()]
+    if twins:
+        name = f"{twins[0].parent.name}={twins[0].stem}"
+        raise ConfigurationError(f"{twins[0]} would never be read: {name} is the suite's own: rename it")
+
+
+def _twin(path: Path) -> Path:
+    return CONF / path.parent.name / path.name
+
+
+def files(group: str) -> dict[str, Path]:
+    """Name -> file of everything there is to choose from in a group."""
+    found = [path for folder in (CONF, *_own) for path in (folder / group).glob("*.yaml")]
+    return {path.stem: path for path in sorted(found, key=lambda path: path.stem)}
+
+
 def experiments() -> dict[str, str]:
     """The name of every experiment and the first sentence of its comment."""
-    return {path.stem: _first_sentence(path) for path in sorted((CONF / "experiment").glob("*.yaml"))}
+    return {name: _first_sentence(path) for name, path in files("experiment").items()}
 
 
 def _first_sentence(path: Path) -> str:
@@ -54,7 +85,7 @@ def _first_sentence(path: Path) -> str:
 
 
 def choices(group: str) -> list[str]:
-    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+    return list(files(group))
 
 
 def usage() -> str:
@@ -62,6 +93,15 @@ def usage() -> str:
     width = max(map(len, found))
     lines = "\n".join(f"  {name:<{width}}  {text}" for name, text in found.items())
     return USAGE.format(experiments=lines, **{g: " | ".join(choices(g)) for g in ("scale", "data", "logger")})
+
+
+def own_config_dir() -> list[str]:
+    """``--config-dir DIR`` as this job was given it, seen from the current folder where it lies in it."""
+    if not HydraConfig.initialized():
+        return []
+    given = [Path(s.path) for s in HydraConfig.get().runtime.config_sources if s.provider == "command-line"]
+    below = [p.relative_to(Path.cwd()) if p.is_relative_to(Path.cwd()) else p for p in given]
+    return [word for path in below for word in ("--config-dir", shlex.quote(str(path)))]
 
 
 def kind(name: str) -> ModuleType:
@@ -88,6 +128,34 @@ def overrides(settings: DictConfig) -> list[str]:
     if not HydraConfig.initialized():
         return [f"+experiment={settings.name}"]
     return list(HydraConfig.get().overrides.task)
+
+
+def written() -> set[str]:
+    """The settings that the command line sets, with dots: ``model={depth: 3}`` sets ``model.depth``."""
+    if not HydraConfig.initialized():
+        return set()
+    # as they stand: what they refer to may not be there, which is said where it is looked up
+    given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    parsed = OverridesParser.create().parse_overrides(given)
+    return {name for o in parsed if not o.is_delete() for name in _leaves(o.key_or_group, o.value())}
+
+
+def _leaves(name: str, value: object) -> Iterator[str]:
+    if isinstance(value, Mapping) and value:
+        for key, below in value.items():
+            yield from _leaves(f"{name}.{key}", below)
+    else:
+        yield name
+
+
+def chosen_file(group: str) -> Path | None:
+    """The file of a group that this job chose, as in ``model=resnet14``; None where Hydra composed none."""
+    if not HydraConfig.initialized():
+        return None
+    runtime = HydraConfig.get().runtime
+    folders = (Path(s.path) for s in runtime.config_sources if s.schema == "file")
+    files = (folder / group / f"{runtime.choices.get(group)}.yaml" for folder in folders)
+    return next((file for file in files if file.is_file()), None)
 
 
 def given(group: str, name: str, settings: DictConfig) -> bool:

@@ -11,11 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from suite.command.checking import check, check_interpolations, shown
-from suite.command.command_line import given, in_sweep, instead, kind, overrides
+from suite.command.command_line import given, in_sweep, instead, kind, overrides, written
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.idle import OF_TRAININGS, say_idle
 from suite.command.machine import chosen_device, register_resolvers, seeds_at_once, threads_chosen
-from suite.command.schema import Scale, ScaleName, Training
+from suite.command.own_targets import drop_arguments_of_others
+from suite.command.schema import Scale, ScaleName, Shared, Training, WithOwnData
 
 # What does not change a seed's curves, and so is not part of the experiment's identity: seeds, paths,
 # loggers, and how a run is carried out.
@@ -25,8 +26,15 @@ _NOT_IDENTITY = (
     *("hypothesis", "question", "expected"),
 )
 AUTO = "auto"
-# Local windows as they are where nobody asks: digests are as they were before there were any.
-_LOCAL_BY_ITSELF = {"windows": AUTO, "updates": 6, "share": 0.1}
+# Settings as they are where nobody asks: digests are as they were before there were any of these.
+_BY_ITSELF = {
+    "local": {"windows": AUTO, "updates": 6, "share": 0.1},
+    "loss": {"_target_": "torch.nn.functional.cross_entropy"},
+    "scheduler": {"_target_": None},
+    "warmup": None,
+    "clip": None,
+    "stop_on_bug": False,
+}
 # What scale=full said before there was auto: digests of other settings hold it still, and kinds of experiment
 # that ask a question take it.
 ALL_FLOAT64_STEPS = 3900
@@ -48,6 +56,8 @@ def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfi
     OmegaConf.set_struct(config, False)
     config.device = chosen_device(config.get("device"))
     check_interpolations(config)
+    if trains:
+        drop_arguments_of_others(config)
     try:
         _take_own_sizes(config, schema) if trains else _keep_shared(config)
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
@@ -57,7 +67,7 @@ def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfi
         raise  # its line is made where that of a composition is
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"the configuration cannot be resolved: {one_line(error)}") from None
-    check(values, schema)
+    _check(values, schema)
     settings = OmegaConf.create(values)
     say_idle(config, settings, schema, say)
     _settle(settings)
@@ -65,7 +75,17 @@ def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfi
         return settings
     _check_subject(settings)
     _check_windows(settings)
+    _settle_schedule(settings)
     return _settle_float64(settings)
+
+
+def _check(values: dict, schema: type[Shared]) -> None:
+    """A data set of one's own is held to the signature of what it names, as a network is."""
+    data = values.get("data")
+    if isinstance(data, dict) and data.get("_target_") is not None and issubclass(schema, Training):
+        check(values, WithOwnData)
+        values = values | {"data": {"name": AUTO}}
+    check(values, schema)
 
 
 def _take_own_sizes(config: DictConfig, schema: type[Training]) -> None:
@@ -118,12 +138,12 @@ def digest(settings: DictConfig) -> str:
         identity["seeds"] = {k: v for k, v in identity["seeds"].items() if v is not None}
     for key in _NOT_IDENTITY:
         identity.pop(key, None)
-    if identity.get("local") == _LOCAL_BY_ITSELF:
-        identity.pop("local")
-    if not identity.get("stop_on_bug"):  # likewise
-        identity.pop("stop_on_bug", None)
-    for key in ("root", "time_limit"):
-        identity.get("data", {}).pop(key, None)
+    identity = {k: v for k, v in identity.items() if k not in _BY_ITSELF or v != _BY_ITSELF[k]}
+    data = identity.get("data", {})
+    for key in ("root", "time_limit") if data.get("_target_") is None else ("root",):
+        data.pop(key, None)
+    if data.get("_target_", "") is None:
+        data.pop("_target_")
     scale = identity.get("scale", {})
     for key in ("why", "least_float64_steps"):
         scale.pop(key, None)
@@ -158,6 +178,18 @@ def _settle(settings: DictConfig) -> None:
         settings.workers = 1 if in_sweep() else seeds_at_once(settings.threads, settings.device)
     if settings.tf32 and settings.device == "cpu":  # nothing would be measured
         raise ConfigurationError("tf32=true: a CPU has no TF32; run it on a GPU, or write tf32=false")
+
+
+def _settle_schedule(settings: DictConfig) -> None:
+    """A scheduler of one's own moves the optimizer's rate, and no schedule by name does."""
+    name = settings.learning_rate_schedule
+    if not settings.scheduler._target_ or name == "constant":
+        return
+    if "learning_rate_schedule" in written():
+        raise ConfigurationError(
+            f"learning_rate_schedule={name} and scheduler._target_ move one rate: leave one of them out"
+        )
+    settings.learning_rate_schedule = "constant"
 
 
 def _check_windows(settings: DictConfig) -> None:

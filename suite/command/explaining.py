@@ -12,7 +12,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from suite.command.command_line import CONF, choices, instead
+from suite.command.command_line import CONF, choices, files, instead
 from suite.command.errors import ConfigurationError, one_line, refused_by_disk
 from suite.data.images import DataError
 
@@ -89,7 +89,7 @@ _ARGUMENTS = ("model", "optimizer", "rewrite.options")
 def _meant(name: str, said: str) -> str:
     """What to write instead of a setting that Hydra did not find; it ``said`` how to add one."""
     group, _, rest = name.partition(".")
-    having = [c for c in choices(group) if rest in _names(OmegaConf.load(CONF / group / f"{c}.yaml"))]
+    having = [c for c, path in files(group).items() if rest in _names(OmegaConf.load(path))]
     if having:
         return f"it is one of {' and '.join(f'{group}={c}' for c in having)}, to be written beside it"
     function, _, own = name.rpartition(".")

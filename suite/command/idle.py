@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from suite.command.checking import shown
 from suite.command.command_line import in_sweep, overrides
 from suite.command.errors import ConfigurationError
-from suite.command.schema import ScaleName, Shared, Training
+from suite.command.schema import WARMED_UP, ScaleName, Shared, Training
 from suite.command.seeds import parse_seeds
 
 OF_TRAININGS = Training.model_fields.keys() - Shared.model_fields.keys()
@@ -34,6 +34,14 @@ def _no_float64(s: DictConfig) -> bool:
     return "float64" not in s.dtypes
 
 
+def _no_warmup(s: DictConfig) -> bool:
+    return s.learning_rate_schedule not in WARMED_UP
+
+
+def _own_data(s: DictConfig) -> bool:
+    return s.data.get("_target_") is not None
+
+
 def _one_run(s: DictConfig) -> bool:
     return len(parse_seeds(s.seed)) > 1 and None not in s.seeds.values()
 
@@ -41,12 +49,14 @@ def _one_run(s: DictConfig) -> bool:
 RULES = (
     Idle("seed", "seeds", _one_run, "all of them are set, and each seed would be the same run"),
     Idle("seeds.augmentation", "augment", lambda s: not s.augment, "no image is moved"),
+    Idle("augment", "data._target_", _own_data, "a data set of one's own augments by itself"),
     Idle("seeds.nudge", "roles", lambda s: "control" not in s.roles, "the control alone is nudged"),
     Idle("float64_steps", "dtypes", _no_float64, "no arm is in float64"),
     Idle("float64_share", "dtypes", _no_float64, "no arm is in float64"),
     Idle("scale.least_float64_steps", "float64_steps", lambda s: s.float64_steps != "auto", "none is chosen"),
     Idle("eval_every", "steps", lambda s: s.eval_every >= s.steps, "the end is evaluated in any case"),
     Idle("learning_rate_schedule", "steps", lambda s: s.steps == 1, "the first step has the full rate"),
+    Idle("warmup", "learning_rate_schedule", _no_warmup, "its rate does not rise"),
     Idle("log_schedule.per_decade", "steps", lambda s: s.log_schedule.dense > s.steps, "each leaves a row"),
     Idle("optimizer.dampening", "optimizer", lambda s: not s.optimizer.get("momentum"), "it has no momentum"),
     Idle("local.share", "local.windows", lambda s: s.local.windows != "auto", "it chooses none of them"),

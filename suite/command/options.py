@@ -13,7 +13,7 @@ from pathlib import Path
 from hydra.conf import HydraConf
 from omegaconf import OmegaConf
 
-from suite.command.command_line import CONF, choices, experiments, instead
+from suite.command.command_line import CONF, choices, experiments, files, instead, look_in
 from suite.command.errors import ConfigurationError
 
 # Hydra's own, less --experimental-rerun: the same command goes on, and rerun=true begins again.
@@ -56,6 +56,7 @@ def check(arguments: list[str]) -> list[str]:
         ConfigurationError: for what Hydra would explain at length.
     """
     options, settings = _apart(arguments)
+    look_in(_config_dir(options))
     swept = bool({*SWEEP} & {*options})
     shown = any(o.partition("=")[0] in SHOWING for o in options)
     if swept and any(o.startswith(("-c", "--cfg")) for o in options):
@@ -72,6 +73,16 @@ def check(arguments: list[str]) -> list[str]:
     for setting in settings:
         _check_setting(setting, unmeant)
     return [*options, *settings]
+
+
+def look_in_own(arguments: list[str]) -> None:
+    """What --help lists. Raises ConfigurationError."""
+    look_in(_config_dir(_apart(arguments)[0]))
+
+
+def _config_dir(options: Iterable[str]) -> Path | None:
+    words = [o.partition("=")[2] for o in options if o.partition("=")[0] in ("--config-dir", "-cd")]
+    return Path(words[-1]) if words else None  # of two Hydra takes the last
 
 
 def _apart(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -140,9 +151,7 @@ def _check_kind(setting: str, names: list[str]) -> None:
     option, _, kind = setting.partition("=")
     if option != "kind":  # no file is read for any other
         return
-    found = {
-        n: OmegaConf.load(CONF / "experiment" / f"{n}.yaml").get("kind", "training") for n in experiments()
-    }
+    found = {name: OmegaConf.load(path).get("kind", "training") for name, path in files("experiment").items()}
     if kind in found.values() and {found[name] for name in names} - {kind}:
         near = " or ".join(f"+experiment={name}" for name, of in found.items() if of == kind)
         raise ConfigurationError(f"{setting}: {names[0]} is of kind {found[names[0]]}: write {near}")

@@ -184,6 +184,7 @@ class Rewrite(Group):
 class Data(Chosen):
     uses = {"folder": ("root",), **dict.fromkeys(("auto", "cifar10"), ("root", "time_limit"))}
 
+    target: None = Field(None, alias="_target_")  # anybody's own is held to WithOwnData
     name: one_of(*choices("data"))
     root: Folder | None = None
     time_limit: Positive | None = None
@@ -191,6 +192,12 @@ class Data(Chosen):
 
 class Model(Group, extra="allow"):  # the rest is held to the signature of the target, here and below
     target: Function = Field(alias="_target_")
+
+
+class WithOwnData(Group, extra="ignore"):
+    """Of settings with a data set of one's own: what that is named by."""
+
+    data: Model
 
 
 class Optimizer(Model):
@@ -201,6 +208,21 @@ class Optimizer(Model):
     betas: list[Share] = None
     eps: Positive = None
     weight_decay: NotNegative = None
+
+
+class Scheduler(Group, extra="allow"):
+    target: Function | None = Field(alias="_target_")
+
+    @model_validator(mode="after")
+    def _refuse_arguments_of_none(self) -> Scheduler:
+        if self.target is None and self.model_extra:
+            own = min(self.model_extra)
+            raise PydanticCustomError("must", f"has {own} and no scheduler: write scheduler._target_=CLASS")
+        return self
+
+
+SCHEDULES = ("constant", "cosine", "warmup_cosine", "onecycle")
+WARMED_UP = ("warmup_cosine", "onecycle")
 
 
 class LocalWindows(Group):
@@ -248,7 +270,11 @@ class Training(Shared):
     augment: bool
     eval_every: whole(0)
     eval_images: whole(1) | None
-    learning_rate_schedule: one_of("constant", "cosine")
+    loss: Model
+    learning_rate_schedule: one_of(*SCHEDULES)
+    warmup: Share | None
+    scheduler: Scheduler
+    clip: Positive | None
     log_schedule: group(dense=whole(1), per_decade=whole(0))
     local: LocalWindows
     probe_images: whole(1)

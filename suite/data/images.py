@@ -49,6 +49,14 @@ class Images:
     source: str
     stand_in: bool
 
+    @property
+    def train_count(self) -> int:
+        return len(self.train_images)
+
+    @property
+    def test_count(self) -> int:
+        return len(self.test_images)
+
 
 def fingerprint(
     train_images: torch.Tensor,

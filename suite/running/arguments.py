@@ -14,18 +14,21 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from suite.command.checking import shown
 from suite.command.command_line import given, instead
 from suite.command.errors import ConfigurationError
-from suite.running.networks import imported
+from suite.running.importing import class_count, imported
+from suite.running.own_data import part_argument
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
 _HYDRAS = ("_target_", "_partial_")
 
 
 def check_network(settings: DictConfig) -> None:
-    """The arguments of the model, of the optimizer and of the rewrite. Raises ConfigurationError."""
-    for name in ("model", "optimizer"):
+    """The arguments of all that the settings name, and of the rewrite. Raises ConfigurationError."""
+    for name in _KNOWN:
+        if not settings[name].get("_target_"):
+            continue
         function = imported(f"{name}._target_", settings[name]._target_)
         own = {k: v for k, v in OmegaConf.to_container(settings[name]).items() if k not in _HYDRAS}
-        check_arguments(name, function, own, known=["classes"] if name == "model" else _first(function))
+        check_arguments(name, function, own, known=_KNOWN[name](function, own))
     if settings.rewrite.target and "candidate" in settings.roles:
         check_rewrite("rewrite", settings)
 
@@ -65,12 +68,37 @@ def check_arguments(
             )
 
 
-def _first(function: Callable) -> list[str]:
-    """The parameter that the suite fills: the network, or what an optimizer updates."""
+def _counts(function: Callable, given: object) -> list[str]:
+    """The parameter of a network that the data set decides."""
+    name = class_count(function)
+    return [name] if name else []
+
+
+def _part(function: Callable, given: object) -> list[str]:
+    name = part_argument(function, given)
+    return [name] if name else []
+
+
+def _first(function: Callable, given: object = None, count: int = 1) -> list[str]:
+    """The parameters that the suite fills: the network, what an optimizer updates, the optimizer."""
     try:
-        return list(inspect.signature(function).parameters)[:1]
+        return list(inspect.signature(function).parameters)[:count]
     except (TypeError, ValueError):
         return []
+
+
+def _outputs_and_targets(function: Callable, given: object) -> list[str]:
+    return [] if isinstance(function, type) else _first(function, count=2)
+
+
+# setting -> the parameters of its function that the suite fills
+_KNOWN: dict[str, Callable[[Callable, object], list[str]]] = {
+    "model": _counts,
+    "data": _part,
+    "optimizer": _first,
+    "loss": _outputs_and_targets,
+    "scheduler": _first,
+}
 
 
 def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:

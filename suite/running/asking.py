@@ -28,13 +28,14 @@ from suite.command.jobs import Ran
 from suite.command.machine import process_settled
 from suite.command.seeds import parse_seeds
 from suite.command.users_code import told
-from suite.data import load_images
 from suite.data.images import Images
 from suite.reading.stored import MEASUREMENTS
 from suite.running.arguments import check_network
 from suite.running.building import on_cpu
 from suite.running.ending import end
 from suite.running.experiment_folder import Experiment, is_done, open_experiment, say_outdated, take_up
+from suite.running.importing import own_sources
+from suite.running.own_data import load_data, only_images
 from suite.running.question import Measured, Question
 from suite.running.run_record import Began, seed_record
 from suite.running.workers import carry_out
@@ -75,8 +76,10 @@ def _images(settings: DictConfig, terminal: Terminal) -> Images | None:
     if "data" not in settings:
         return None
     check_network(settings)
-    images = load_images(settings, terminal.say)
-    say_beyond(settings, len(images.test_labels), terminal.say)
+    if sources := own_sources(settings):
+        settings.sources = sources
+    images = only_images(load_data(settings, terminal.say), settings)
+    say_beyond(settings, images.test_count, terminal.say)
     return images
 
 

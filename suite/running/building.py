@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from omegaconf import DictConfig
 
+from driftlab.arithmetic.sizes import fewer_samples
 from driftlab.lockstep.loop import Lockstep
+from driftlab.network.calling import calling, each_tensor
 from driftlab.network.pair import Pair
 from suite.data.batches import Batches
 from suite.data.images import Images
+from suite.data.samples import SampleBatches, Samples
 from suite.running.networks import build_arms
+from suite.running.updates import make_loss
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,20 @@ class Built(NamedTuple):
 def build(settings: DictConfig, images: Images, seed: int) -> Built:
     seeds = own_seeds(settings, seed)
     batches = make_batches(settings, images, seeds)
-    few = batches.batch(0)[0][:2].cpu()
+    few = _few_inputs(batches)
     arms, pair = build_arms(settings, images, seeds, few)
     schedule = LogSchedule(settings.log_schedule.dense, settings.log_schedule.per_decade)
-    return Built(Lockstep(arms, F.cross_entropy, seed=seeds["order"], logged=schedule), batches, pair)
+    call = calling(arms[0].module, few)
+    return Built(
+        Lockstep(arms, make_loss(settings), seed=seeds["order"], logged=schedule, call=call), batches, pair
+    )
+
+
+def _few_inputs(batches: Batches | SampleBatches) -> object:
+    """Those of two samples, on the CPU; of the whole batch, where its tensors share no batch dimension."""
+    batch = batches.batch(0)
+    inputs, _ = fewer_samples(batch, 2) or batch
+    return each_tensor(lambda t: t.cpu(), inputs)
 
 
 def on_cpu(settings: DictConfig) -> DictConfig:
@@ -77,12 +90,11 @@ def own_seeds(settings: DictConfig, seed: int) -> dict[str, int]:
     return {name: seed if own is None else own for name, own in settings.seeds.items()}
 
 
-def make_batches(settings: DictConfig, images: Images, seeds: Mapping[str, int]) -> Batches:
-    return Batches(
-        images,
-        batch_size=settings.batch_size,
-        order_seed=seeds["order"],
-        augmentation_seed=seeds["augmentation"],
-        device=torch.device(settings.device),
-        augment=settings.augment,
-    )
+def make_batches(
+    settings: DictConfig, images: Images | Samples, seeds: Mapping[str, int]
+) -> Batches | SampleBatches:
+    by = {"batch_size": settings.batch_size, "device": torch.device(settings.device)}
+    by |= {"order_seed": seeds["order"], "augmentation_seed": seeds["augmentation"]}
+    if isinstance(images, Samples):
+        return SampleBatches(images, **by)
+    return Batches(images, **by, augment=settings.augment)

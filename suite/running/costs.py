@@ -113,17 +113,20 @@ def float64_choice(settings: DictConfig, sketch: Sketch) -> dict:
 
 
 def _cost(built: Built, arms: list[Arm], settings: DictConfig) -> Cost:
+    for arm in arms:
+        arm.scheduler = None  # one that ends with the training, as OneCycleLR, refuses further steps
     plain, logged = (_steps(built, arms, every=every) for every in (False, True))
     warm_up = _seconds_of_one(plain)
     step = warm_up if warm_up > TOO_LONG else _seconds(plain)
     images = list(built.batches.test_batches(settings.eval_images, settings.batch_size))
-    lockstep = Lockstep(arms, built.lockstep.loss, built.lockstep.seed)
+    lockstep = Lockstep(arms, built.lockstep.loss, built.lockstep.seed, call=built.lockstep.call)
     evaluation = len(images) * _seconds(lambda: lockstep.evaluate(0, images[:1]))
     return Cost(step, max(_seconds(logged) - step, 0.0), evaluation)
 
 
 def _steps(built: Built, arms: list[Arm], *, every: bool) -> Callable[[], None]:
-    lockstep = Lockstep(arms, built.lockstep.loss, built.lockstep.seed, logged=lambda step: every)
+    mine = built.lockstep
+    lockstep = Lockstep(arms, mine.loss, mine.seed, logged=lambda step: every, call=mine.call)
 
     def step() -> None:
         lockstep.forward_backward(0, *built.batches.batch(0))

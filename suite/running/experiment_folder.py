@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from driftlab.record.environment import instruments
 from driftlab.record.files import OtherVersion, RecordError, Unreadable, remove_parts, write_whole
 from driftlab.record.seed_record import read_json, seed_folder
-from suite.command.command_line import overrides
+from suite.command.command_line import overrides, own_config_dir
 from suite.command.configuration import AUTO, digest, follows_auto
 from suite.command.errors import ConfigurationError, one_line, refused_by_disk, storage
 from suite.command.seeds import format_seeds
@@ -106,7 +106,11 @@ def _command(settings: DictConfig) -> str:
     """The command line that asked for this experiment, less its seeds and what is about this machine."""
     left_out = ("seed=", "results=", "rerun=", "reprobe=", "data.root=", "workers=", "hydra")
     return " ".join(
-        ["python train.py", *(shlex.quote(o) for o in overrides(settings) if not o.startswith(left_out))]
+        [
+            "python train.py",
+            *own_config_dir(),
+            *(shlex.quote(o) for o in overrides(settings) if not o.startswith(left_out)),
+        ]
     )
 
 

@@ -23,8 +23,8 @@ from driftlab.words import Finding, settled_by
 from suite.command.users_code import ROOMS
 from suite.data.batches import Batches
 from suite.running.building import Built
-from suite.running.networks import make_scheduler
 from suite.running.recorder import is_evaluated
+from suite.running.updates import make_scheduler
 
 _PAIR = ("reference.float32", "candidate.float32")
 
@@ -156,7 +156,7 @@ class LocalWindows:
         """Copies of the pair, trained and evaluated from ``start`` to ``stop`` as this seed does."""
         twins = [_twin(arm, self._built.pair, self._settings) for arm in arms]
         mine = self._built.lockstep
-        lockstep = Lockstep(twins, mine.loss, mine.seed, logged=lambda step: False)
+        lockstep = Lockstep(twins, mine.loss, mine.seed, logged=lambda step: False, call=mine.call)
         for _ in walked(lockstep, self._built.batches, self._settings, start, stop):
             pass
         return twins
@@ -189,10 +189,8 @@ def _why_not(built: Built, found: Examined) -> str:
 def _twin(arm: Arm, pair: Pair, settings: DictConfig) -> Arm:
     """The arm as it stands, to be trained apart from it."""
     optimizer = pair.candidate_optimizer if arm.role == "candidate" else pair.optimizer
-    scheduler = make_scheduler(settings)
-    twin = make_arm(
-        arm.role, arm.dtype, arm.module, optimizer, arm.horizon, fold=arm.fold, scheduler=scheduler
-    )
+    moved = {"fold": arm.fold, "scheduler": make_scheduler(settings), "clip": arm.clip}
+    twin = make_arm(arm.role, arm.dtype, arm.module, optimizer, arm.horizon, **moved)
     twin.optimizer.load_state_dict(copy.deepcopy(arm.optimizer.state_dict()))
     if arm.scheduler is not None:
         twin.scheduler.load_state_dict(copy.deepcopy(arm.scheduler.state_dict()))

@@ -3,47 +3,75 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import importlib
 import inspect
-import math
+import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import hydra
+import hydra.errors
 import torch
-import torch.nn.functional as F
 from omegaconf import DictConfig
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from torch.utils import _pytree as pytree
 
 from driftlab.blame import described, is_out_of_memory
 from driftlab.fold import FoldError, find_fold
 from driftlab.lockstep.arm import ONE_WEIGHT, Arm, grow, unfolded
 from driftlab.lockstep.arm import make_arm as arm_of
-from driftlab.network.calling import evaluation_mode
+from driftlab.network.calling import calling, cast, evaluation_mode
 from driftlab.network.pair import Pair
 from driftlab.process import REWRITE, noticed
 from driftlab.words import DiagnoseError
+from suite.command.command_line import instead
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.users_code import let_end
 from suite.data.images import Images
+from suite.running.importing import class_count, imported
+from suite.running.updates import make_clip, make_loss, make_optimizer, make_scheduler
 
 Rewrite = Callable[[nn.Module], nn.Module]
 
 
 def build_reference(settings: DictConfig, images: Images, seed: int) -> nn.Module:
     """The network in float32 on the CPU, initialised from ``seed`` whatever its arms' device and dtype."""
-    torch.manual_seed(seed)
+    name = class_count(imported("model._target_", settings.model._target_))
     try:
         with noticed("the model"):
-            return hydra.utils.instantiate(settings.model, classes=len(images.classes))
+            model = _made(settings, seed, {name: len(images.classes)} if name and images.classes else {})
     except BaseException as error:
         let_end(error)
-        raise ConfigurationError(f"model: {described(error.__cause__ or error, 200)}") from None
+        if is_out_of_memory(error):
+            raise
+        said = described(error.__cause__ or error, 200) + _meant(settings.model._target_, error.__cause__)
+        raise ConfigurationError(f"model: {said}") from None
+    if not isinstance(model, nn.Module):
+        got = f"model._target_={settings.model._target_} made a {type(model).__name__}"
+        raise ConfigurationError(f"{got}: name a class of networks, or a function that returns one")
+    return model
+
+
+def _made(settings: DictConfig, seed: int, counts: dict[str, int]) -> object:
+    """The network from its initial seed; without ``counts`` where it takes any keyword but that."""
+    torch.manual_seed(seed)
+    try:
+        return hydra.utils.instantiate(settings.model, **counts, _convert_="all")
+    except hydra.errors.InstantiationException as error:
+        unknown = next((f"unexpected keyword argument '{name}'" for name in counts), None)
+        if unknown is None or unknown not in str(error.__cause__):
+            raise
+    return _made(settings, seed, {})
+
+
+def _meant(target: str, error: BaseException | None) -> str:
+    """The nearest argument of the class that a function of any keyword hands a misspelt one to."""
+    found = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    module = sys.modules[imported("model._target_", target).__module__]
+    if found is None or (made := getattr(module, found[1], None)) is None:
+        return ""
+    return f": {instead(found[2], [*inspect.signature(made).parameters])}"
 
 
 def load_rewrite(settings: DictConfig) -> Rewrite:
@@ -56,35 +84,6 @@ def load_rewrite(settings: DictConfig) -> Rewrite:
         return partial(function, **options)
     # an experiment's options stay behind when another target takes the place of its own
     return partial(function, **{k: v for k, v in options.items() if k in accepted})
-
-
-def imported(setting: str, target: str) -> Callable:
-    """The function that a setting names. Raises ConfigurationError."""
-    module_name, _, function_name = str(target).rpartition(".")
-    if not module_name:
-        raise ConfigurationError(f"{setting}={target}: write package.module.function")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        with noticed(f"importing {module_name}"):
-            function = getattr(importlib.import_module(module_name), function_name)
-    except BaseException as error:
-        let_end(error)
-        raise ConfigurationError(f"{setting}={target} cannot be imported: {described(error, 200)}") from None
-    if not callable(function):
-        raise ConfigurationError(f"{setting}={target} is a {type(function).__name__}, not a function")
-    return function
-
-
-def source_digest(target: str | None) -> str | None:
-    """The SHA-256 of the file that holds a rewrite: an edited rewrite is another experiment."""
-    if not target:
-        return None
-    try:
-        source = Path(inspect.getsourcefile(inspect.unwrap(imported("rewrite.target", target)))).read_bytes()
-    except (TypeError, OSError):
-        return None
-    return hashlib.sha256(source).hexdigest()[:12]
 
 
 def apply_rewrite(rewrite: Rewrite, target: str, reference: nn.Module) -> nn.Module:
@@ -102,13 +101,14 @@ def apply_rewrite(rewrite: Rewrite, target: str, reference: nn.Module) -> nn.Mod
     return candidate
 
 
-def check_same_shapes(reference: nn.Module, candidate: nn.Module, inputs: torch.Tensor, target: str) -> None:
+def check_same_shapes(reference: nn.Module, candidate: nn.Module, inputs: object, target: str) -> None:
     """Both networks on one batch, in eval mode: one that fails or changes the shape is no rewrite."""
+    call = calling(reference, inputs)
     with evaluation_mode(reference):
-        wanted = pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), reference(inputs))
+        wanted = pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), call(reference, inputs))
     try:
         with evaluation_mode(candidate):
-            got = pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), candidate(inputs))
+            got = pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), call(candidate, inputs))
     except BaseException as error:
         let_end(error)
         if is_out_of_memory(error):
@@ -121,11 +121,11 @@ def check_same_shapes(reference: nn.Module, candidate: nn.Module, inputs: torch.
 
 
 def build_arms(
-    settings: DictConfig, images: Images, seeds: dict[str, int], inputs: torch.Tensor
+    settings: DictConfig, images: Images, seeds: dict[str, int], inputs: object
 ) -> tuple[list[Arm], Pair | None]:
     """All arms of one seed on their device, and the pair that is judged, where there is a candidate.
 
-    ``inputs`` is a float32 CPU batch to try the networks on.
+    ``inputs`` are those of a float32 CPU batch to try the networks on.
     """
     reference = build_reference(settings, images, seeds["init"])
     pair = _rewritten(settings, reference, seeds["order"], inputs) if "candidate" in settings.roles else None
@@ -137,6 +137,7 @@ def build_arms(
         controls=[ONE_WEIGHT] if "control" in settings.roles else [],
         fold=pair.comparable if pair else unfolded,
         scheduler=make_scheduler(settings),
+        clip=make_clip(settings),
         nudge_seed=seeds["nudge"],
         device=settings.device,
         float64_candidate=pair is None or _runs_in_float64(pair.candidate, inputs),
@@ -147,12 +148,13 @@ def build_arms(
     return arms, pair
 
 
-def _rewritten(settings: DictConfig, reference: nn.Module, seed: int, inputs: torch.Tensor) -> Pair:
+def _rewritten(settings: DictConfig, reference: nn.Module, seed: int, inputs: object) -> Pair:
     target, rewrite = settings.rewrite.target, load_rewrite(settings)
     with noticed(REWRITE):
         candidate = apply_rewrite(rewrite, target, reference)
     check_same_shapes(reference, candidate, inputs, target)
-    return make_pair(settings, reference, candidate, rewrite, target, seed)
+    pair = make_pair(settings, reference, candidate, rewrite, target, seed)
+    return replace(pair, call=calling(reference, inputs))
 
 
 def make_pair(
@@ -163,15 +165,16 @@ def make_pair(
         with noticed("another run of the rewrite"):  # which finds the fold
             fold = find_fold(reference, candidate, rewrite)
         optimizer = _of_module(settings)
-        return Pair(reference, candidate, fold, F.cross_entropy, optimizer, optimizer, seed=seed)
+        loss, clip = make_loss(settings), make_clip(settings)
+        return Pair(reference, candidate, fold, loss, optimizer, optimizer, seed=seed, clip=clip)
     except (FoldError, DiagnoseError) as error:
         raise ConfigurationError(f"rewrite.target={target}: {one_line(error)}") from None
 
 
 def make_arm(settings: DictConfig, role: str, dtype: str, network: nn.Module, horizon: int) -> Arm:
     """An arm of a copy of ``network``, on its device, compared with nothing yet."""
-    scheduler, device = make_scheduler(settings), settings.device
-    return arm_of(role, dtype, network, _of_module(settings), horizon, scheduler=scheduler, device=device)
+    own = {"scheduler": make_scheduler(settings), "clip": make_clip(settings), "device": settings.device}
+    return arm_of(role, dtype, network, _of_module(settings), horizon, **own)
 
 
 def _of_module(settings: DictConfig) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -179,36 +182,12 @@ def _of_module(settings: DictConfig) -> Callable[[nn.Module], torch.optim.Optimi
     return lambda module: make(module.parameters())
 
 
-def _runs_in_float64(candidate: nn.Module, inputs: torch.Tensor) -> bool:
+def _runs_in_float64(candidate: nn.Module, inputs: object) -> bool:
     try:
         wide = copy.deepcopy(candidate).double()
         with evaluation_mode(wide):
-            wide(inputs.double())
+            calling(wide, inputs)(wide, cast(inputs, torch.float64))
     except BaseException as error:  # whatever a stranger's forward raises
         let_end(error)
         return False
     return True
-
-
-def make_optimizer(settings: DictConfig) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """From parameters to optimizer; what it refuses (a rate that is no number) is the user's to mend."""
-
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        try:
-            return hydra.utils.instantiate(settings.optimizer)(parameters)
-        except BaseException as error:
-            let_end(error)
-            raise ConfigurationError(f"optimizer: {one_line(error.__cause__ or error)}") from None
-
-    return make
-
-
-def make_scheduler(settings: DictConfig) -> Callable[[torch.optim.Optimizer], LambdaLR] | None:
-    """Makes an arm's learning-rate scheduler from its optimizer; None where the rate is constant."""
-    if settings.learning_rate_schedule == "constant":
-        return None
-    return partial(_cosine, settings.steps)
-
-
-def _cosine(steps: int, optimizer: torch.optim.Optimizer) -> LambdaLR:
-    return LambdaLR(optimizer, lambda step: 0.5 * (1 + math.cos(math.pi * min(step, steps) / steps)))

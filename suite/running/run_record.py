@@ -95,8 +95,8 @@ def _dataset_record(images: Images | None) -> dict:
         "sha256": images.sha256,
         "source": images.source,
         "stand_in": images.stand_in,
-        "train_images": len(images.train_images),
-        "test_images": len(images.test_images),
+        "train_images": images.train_count,
+        "test_images": images.test_count,
     }
 
 

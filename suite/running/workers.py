@@ -14,11 +14,11 @@ from typing import TypeVar
 from omegaconf import OmegaConf
 
 from driftlab.blame import is_out_of_memory
-from suite import data
 from suite.command.errors import ConfigurationError, Unfinished, exit_called
 from suite.command.machine import process_settled
 from suite.data.images import DataError, Images
 from suite.running.experiment_folder import Experiment, is_done, owned
+from suite.running.own_data import load_data
 from suite.running.pool import WorkerKilled, side_by_side, tell, visible_gpus
 
 SECONDS_BETWEEN_STEPS = 0.25  # that a worker tells of
@@ -149,8 +149,7 @@ def _settled_in(experiment: Experiment, source: str | None, whose: str = "") -> 
 
 @cache
 def _images(chosen: str) -> Images:
-    settings = OmegaConf.create(chosen)
-    return data.load(settings.name, settings.get("root"), say=lambda text: None)
+    return load_data(OmegaConf.create({"data": OmegaConf.create(chosen)}))
 
 
 class Told:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from driftlab.network.calling import calling
+from driftlab.network.calling import calling, seed_random_layers, step_seed
 
 
 def module(forward):
@@ -128,3 +128,22 @@ def test_a_compiled_module_of_unknown_signature_gets_arguments_unpacked():
     scripted = torch.jit.script(Sum())
     for inputs in ((X, Y), {"x": X, "y": Y}):
         assert torch.equal(calling(scripted, inputs)(scripted, inputs), X + Y)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32 - 1])
+def test_a_step_of_a_window_has_a_seed_that_torch_takes(seed):
+    """A window's own seed is that of the step at which it begins, whatever the training's."""
+    drawn = []
+    for step in (0, 1, 0):
+        seed_random_layers(step_seed(step_seed(seed, 3), step))
+        drawn.append(float(torch.rand(1)))
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+def test_no_two_seeds_or_steps_draw_the_same():
+    drawn = set()
+    for seed in (0, 1, 2, 7, 3000, 2**32 - 1):
+        for step in (0, 1, 2, 5000):
+            seed_random_layers(step_seed(seed, step))
+            drawn.add(float(torch.rand((), dtype=torch.float64)))
+    assert len(drawn) == 6 * 4
