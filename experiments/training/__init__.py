@@ -16,6 +16,7 @@ from suite.command.leftovers import no_empty_folder
 from suite.command.machine import process_settled
 from suite.command.schema import Training as Settings
 from suite.command.seeds import parse_seeds
+from suite.command.written import written_by
 from suite.data import load_images
 from suite.running.arguments import check_network
 from suite.running.building import Built, on_cpu
@@ -78,7 +79,7 @@ def _of_its_rewrite(settings: DictConfig) -> DictConfig:
     check_network(settings)
     if settings.rewrite.target and "candidate" in settings.roles:
         settings.rewrite.source = source_digest(settings.rewrite.target)
-        written = {o.lstrip("+").partition("=")[0] for o in overrides(settings)}
+        written = written_by(overrides(settings))
         if "rewrite.target" in written:  # what the experiment expected was of its own rewrite
             about = f"{settings.rewrite.target} changes nothing but rounding"
             meant = {"hypothesis": about, "expected": None}
