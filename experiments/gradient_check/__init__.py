@@ -21,6 +21,7 @@ from experiments.gradient_check.case import Case, build_case
 from experiments.gradient_check.faults import PLANTED, compared, warm_up
 from experiments.gradient_check.measures import Elements, curve, drawn_indices, literal, middle, remedies
 from suite.command.errors import ConfigurationError, one_line
+from suite.command.idle_rules import TakenAs
 from suite.command.jobs import Ran
 from suite.command.schema import Function, Positive, Shared, group, whole
 from suite.running.asking import ask
@@ -29,6 +30,11 @@ from suite.running.question import Measured, Question
 
 class Settings(Shared):
     """What is set for this kind."""
+
+    idle = (
+        TakenAs("case.points", lambda s: _points(s), "scale=smoke takes no more"),
+        TakenAs("curve.points", lambda s: min(s.curve.points, _points(s)), "the case has no more points"),
+    )
 
     case: group(target=Function, options=dict[str, Any] | None, eps=Positive, points=whole(1))
     curve: group(largest=Positive, decades=whole(1), per_decade=whole(1), points=whole(1))

@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 
 from experiments.group_semantics.answer import answer
 from experiments.group_semantics.measure import about, measure
+from suite.command.idle_rules import Idle
 from suite.command.jobs import Ran
 from suite.command.schema import Must, Positive, Shared, group, one_of, several, whole
 from suite.running.asking import ask
@@ -19,8 +20,14 @@ Groups = Annotated[
 ]
 
 
+def _thin(s: DictConfig) -> bool:
+    return s.scale.name == "smoke" and s.training.pair != "net"
+
+
 class Settings(Shared):
     """What is set for this kind."""
+
+    idle = tuple(Idle(f"net.{n}", "scale", _thin, "thin is judged, but for the costs") for n in NET)
 
     case: group(
         **dict.fromkeys(("in_channels", "out_channels", "kernel_size", "batch"), whole(1)),

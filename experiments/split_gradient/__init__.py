@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from pydantic import create_model
 
 from experiments.split_gradient.answer import answer
 from experiments.split_gradient.measure import about, measure
+from suite.command.idle_rules import TakenAs
 from suite.command.jobs import Ran
 from suite.command.schema import Positive, Shared, group, several, whole
 from suite.running.asking import ask
@@ -16,8 +17,20 @@ SIZES = dict.fromkeys(("in_channels", "out_channels", "kernel_size", "batch", "i
 Split = list[whole(-1)]
 
 
+def _ends(factor: str) -> TakenAs:
+    """The values of ``sweep`` that ``cases`` takes of this factor."""
+
+    def taken(s: DictConfig) -> list:
+        values = OmegaConf.to_container(s.sweep)[factor]
+        return [values[0], values[-1]] if s.scale.name == "smoke" and len(values) > 2 else values
+
+    return TakenAs(f"sweep.{factor}", taken, "scale=smoke takes the first and the last")
+
+
 class Settings(Shared):
     """What is set for this kind."""
+
+    idle = tuple(_ends(factor) for factor in (*SIZES, "split"))
 
     case: group(**SIZES, split=Split)
     window: group(steps=whole(1), learning_rate=Positive)

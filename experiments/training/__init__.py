@@ -17,6 +17,7 @@ from suite.command.leftovers import no_empty_folder
 from suite.command.machine import process_settled
 from suite.command.schema import Training as Settings
 from suite.command.seeds import parse_seeds
+from suite.command.written import written_by
 from suite.running.arguments import check_network
 from suite.running.building import Built, on_cpu
 from suite.running.costs import Sketch, build_sketched, float64_choice, forecast, make_sketch
@@ -81,7 +82,7 @@ def _of_its_rewrite(settings: DictConfig) -> DictConfig:
         settings.sources = sources
     if settings.rewrite.target and "candidate" in settings.roles:
         settings.rewrite.source = source_digest(imported("rewrite.target", settings.rewrite.target))
-        written = {o.lstrip("+").partition("=")[0] for o in overrides(settings)}
+        written = written_by(overrides(settings))
         if "rewrite.target" in written:  # what the experiment expected was of its own rewrite
             about = f"{settings.rewrite.target} changes nothing but rounding"
             meant = {"hypothesis": about, "expected": None}

@@ -16,6 +16,15 @@ from suite.command.command_line import CONF, choices, files, instead
 from suite.command.errors import ConfigurationError, one_line, refused_by_disk
 from suite.data.images import DataError
 
+# what Hydra says without a remedy: what to write
+REMEDIES = {
+    "invalid literal for int|is not an int": "a list has no names below it: write it as a whole, NAME=[A,B]",
+    "Cannot find primary config": "leave --config-name and --config-path out, and write +experiment=NAME",
+    "Could not delete from config": "leave it out; --cfg job shows what there is",
+    "requires --multirun": "write -m for a job each, or one value",
+    "appears more than once": "write it without the plus sign",
+}
+
 
 def explain(error: BaseException) -> str | None:
     """One line for an error that the user can mend; None for any other, which deserves its traceback."""
@@ -52,6 +61,9 @@ def _line(error: BaseException) -> str | None:
         return (
             f"{name}={values} holds several values: write -m for a job each, or {name}=[{values}] for a list"
         )
+    for said, remedy in REMEDIES.items():
+        if re.search(said, text):
+            return f"{text.partition('. Check')[0].rstrip('.')}: {remedy}"
     return text or f"a setting cannot be read: {one_line(error.__cause__ or error)}"
 
 
@@ -77,6 +89,8 @@ _TYPES = {"bool": "true or false", "integer": "a whole number", "float": "a numb
 def _wanted(cause: BaseException) -> str:
     """What a setting of Hydra's own takes."""
     said = one_line(cause).partition(": ")[2]
+    if "list index" in said:
+        return "the list is shorter: write it as a whole, NAME=[A,B]"
     kind = next((words for name, words in _TYPES.items() if re.search(name, said, re.IGNORECASE)), None)
     return f"write {kind}" if kind else f"{said}: --cfg job and --cfg hydra show how it is written"
 

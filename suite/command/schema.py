@@ -19,6 +19,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from driftlab.lockstep.arm import DTYPES, ROLES
 from driftlab.words import Verdict
 from suite.command.command_line import choices
+from suite.command.idle_rules import Idle, TakenAs
 from suite.command.seeds import LARGEST
 
 # No count is larger: at a millisecond each (a small network on a GPU) so many steps take twelve days.
@@ -146,7 +147,12 @@ class ScaleName(Group):
 
 
 class Shared(Group):
-    """What means something to every kind of experiment."""
+    """What means something to every kind of experiment.
+
+    ``idle``: which of its settings change nothing, and where (``Idle`` and ``TakenAs``).
+    """
+
+    idle: ClassVar[tuple[Idle | TakenAs, ...]] = ()
 
     scale: ScaleName
     name: Name

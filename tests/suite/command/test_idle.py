@@ -48,6 +48,38 @@ SAID = {
     "+experiment=edge_of_stability optimizer.lr=0.1": ["optimizer.lr=0.1 changes nothing: edge_of_stability"],
     "+experiment=split_gradient scale.steps=4": ["scale.steps=4 changes nothing: split_gradient trains"],
     "+experiment=one_bit scale.batch_size=8 model.zero_scale=false": [],
+    "+experiment=one_bit learning_rate_schedule=constant warmup_steps=6": ["beside warmup_steps=6: none"],
+    "+experiment=one_bit progress.points=100": ["is taken as progress.points="],
+    "+experiment=one_bit progress.points=2 learning_rate_schedule=constant": [],
+    "+experiment=batch_size chunk=4": ["chunk=4 changes nothing beside batch_invariant=false: the costs"],
+    "+experiment=batch_size chunk=4 batch_invariant=true": [],
+    "+experiment=batch_size case={blocks:3,filters:9}": [
+        "case.blocks=3 is taken as case.blocks=2: scale=smoke",
+        "case.filters=9 is taken as case.filters=8",
+    ],
+    "+experiment=batch_size case.blocks=1 case.filters=4 layers.batch=9 suite.rows=2 sweep.few=[3,5]": [],
+    "+experiment=batch_size statistics.rows=40 layers.batch=18 cost.repeats=2 suite.steps=1": [
+        "statistics.rows=40 is taken as statistics.rows=17",
+        "layers.batch=18 is taken as layers.batch=17",
+        "cost.repeats=2 is taken as cost.repeats=1",
+        "suite.steps=1 is taken as suite.steps=2",
+    ],
+    "+experiment=batch_size sweep.up_to=40 sweep.above=[50] cost.batches=[2,4]": [
+        "sweep.up_to=40 is taken as sweep.up_to=17",
+        "sweep.above=[50] is taken as sweep.above=[]",
+        "cost.batches=[2,4] is taken as cost.batches=[2]",
+    ],
+    "+experiment=batch_size scale=full sweep.few=[2,3]": ["sweep.few=[2,3] changes nothing beside scale"],
+    "+experiment=gradient_check case.points=50 curve.points=11": [
+        "case.points=50 is taken as case.points=10: scale=smoke",
+        "curve.points=11 is taken as curve.points=10: the case has no more points",
+    ],
+    "+experiment=gradient_check scale=small case.points=50": [],
+    "+experiment=group_semantics net.channels=[8,8,8,8,8]": ["beside scale: thin is judged"],
+    "+experiment=group_semantics net.channels=[8,8,8,8,8] training.pair=net": [],
+    "+experiment=group_semantics net.classes=3 thin.features=[8,9]": [],
+    "+experiment=split_gradient sweep.batch=[1,2,3]": ["is taken as sweep.batch=[1, 3]: scale=smoke"],
+    "+experiment=split_gradient scale=small sweep.batch=[1,2,3]": [],
 }
 USED = "data=shapes changes nothing: "  # of the tests' own settings
 
