@@ -191,15 +191,16 @@ def diagnose(
         by = (
             of_module if candidate_optimizer is None else stepping("candidate_optimizer", candidate_optimizer)
         )
+        count = whole_number("accumulate", accumulate, 1)
         if is_lightning(reference) and (loss, optimizer, candidate_optimizer) == (F.cross_entropy, sgd, None):
-            own = as_network(reference, candidate)
+            own = as_network(reference, candidate, count)
             reference, candidate, loss = own.reference, own.candidate, own.loss
             batches, scheduler = own.batches(batches), scheduler or own.scheduler
             of_module = by = stepping("configure_optimizers", own.optimizer)
         both = the_pair(reference, candidate, fold)
         if not isinstance(trains, bool):
             raise DiagnoseError(f"trains is a {type(trains).__name__}: give True or False")
-        count, steps = whole_number("accumulate", accumulate, 1), the_steps(steps, *both[:2])
+        steps = the_steps(steps, *both[:2])
         kept = the_batches(batches, count * (steps + 1))
         if trains:  # what cannot be made is refused here; without a training none is made at all
             of_module(both[0]), by(both[1])

@@ -72,13 +72,13 @@ class Watch(lightning.Callback):
                 "Watch follows one optimizer, which the Trainer steps: in a module that steps its own, or "
                 "several, use driftlab.watching"
             )
-        optimizer, network = trainer.optimizers[0], Step(pl_module)
+        optimizer, network = trainer.optimizers[0], Step(pl_module, trainer.accumulate_grad_batches, trainer)
         made = trainer.fit_loop.epoch_loop.batch_progress.total.ready  # more than 0 of one that goes on
         options = self._options | {"clip": _clips(trainer), "begins": made}
         self._watch = watch.Watch(network, self._rewritten, optimizer, its_own, **options)
 
     def on_train_batch_start(self, trainer, pl_module, batch: Any, batch_idx: int) -> None:
-        self._watch.model.batch_idx = batch_idx
+        self._watch.model.batch_idx, self._watch.model.begins = batch_idx, trainer.global_step
         if self._watch.step({"batch": batch}):
             self._log(trainer)
 

@@ -51,7 +51,7 @@ class Counters:
         for (name, attribute), each in self._each.items():
             begins = self._begins[name, attribute]
             if now.get((name, attribute)) == begins:
-                _set(modules[name], attribute, begins + each * calls)
+                _set(modules[name], attribute, _counted(modules[name], attribute, each, calls))
                 found.append(f"{name}.{attribute}" if name else attribute)
         return found
 
@@ -69,10 +69,27 @@ def _numbers(network: nn.Module) -> dict[Key, int | float]:
     return found
 
 
-def _set(module: nn.Module, attribute: str, value: int | float) -> None:
+def _set(module: nn.Module, attribute: str, value: float | Tensor) -> None:
     buffer = module._buffers.get(attribute)
     if isinstance(buffer, Tensor):
-        # a whole number that is too large for its dtype overflows, as it would have by counting
-        buffer.copy_(torch.tensor(value).to(buffer.dtype))
+        buffer.copy_(value)
     else:
         setattr(module, attribute, value)
+
+
+def _counted(module: nn.Module, attribute: str, each: float, calls: int) -> float | Tensor:
+    """Where counting comes to: a whole number too large for its dtype overflows, a float sticks."""
+    buffer = module._buffers.get(attribute)
+    if not isinstance(buffer, Tensor):
+        return getattr(module, attribute) + each * calls
+    if not buffer.is_floating_point():
+        return torch.tensor(int(buffer) + int(each) * calls).to(buffer.dtype)
+    value = buffer.detach().clone()
+    if buffer.dtype.itemsize > 2:  # whole numbers up to 16 million
+        return value + each * calls
+    for _ in range(calls):
+        following = value + each
+        if torch.equal(following, value):
+            break
+        value = following
+    return value

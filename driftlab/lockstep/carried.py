@@ -76,7 +76,7 @@ class Carried:
 
     @staticmethod
     def _as_it_is(old: Tensor, new: Tensor, state: Mapping) -> dict:
-        return {key: _like(new, value) if _is_of(old, value) else value for key, value in state.items()}
+        return {key: _like(new, value) if _is_of(old, key, value) else value for key, value in state.items()}
 
     def _unfolded(self, module: nn.Module) -> StateOf:
         """State by the candidate's shapes, a key at a time for all parameters."""
@@ -87,7 +87,8 @@ class Carried:
         def of(key: str) -> dict[str, Tensor]:
             if key not in found:
                 unfold = Unfold(self._fold, theirs)
-                mine = {self._names[id(p)]: self._live.state.get(p, {}).get(key) for p in self._held}
+                held = {p: self._live.state.get(p, {}).get(key) for p in self._held}
+                mine = {self._names[id(p)]: v for p, v in held.items() if _is_of(p, key, v)}
                 shapes = self._fold({n: torch.zeros_like(t) for n, t in theirs.items()})
                 mine = {n: v if (v := mine.get(n)) is not None else shapes[n] for n in unfold.names}
                 found[key] = unfold(mine, {n: torch.zeros_like(t) for n, t in theirs.items()})
@@ -95,20 +96,20 @@ class Carried:
 
         def state_of(old: Tensor, new: Tensor, state: Mapping) -> dict:
             return {
-                key: _like(new, of(key)[names[id(new)]]) if _is_of(old, value) else copy.deepcopy(value)
+                key: _like(new, of(key)[names[id(new)]]) if _is_of(old, key, value) else copy.deepcopy(value)
                 for key, value in state.items()
             }
 
         return state_of
 
 
-def _is_of(parameter: Tensor, value: object) -> bool:
-    """Whether a state holds a number for each of the parameter's."""
+def _is_of(parameter: Tensor, key: str, value: object) -> bool:
+    """Whether a state holds a number for each of the parameter's; torch's ``step`` is one for all."""
     return (
         isinstance(value, Tensor)
         and value.is_floating_point()
         and value.shape == parameter.shape
-        and value.dim() > 0
+        and key != "step"
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -26,17 +27,87 @@ def is_lightning(module: object) -> bool:
 
 
 class Step(nn.Module):
-    """A LightningModule as a network: from a batch to the loss of its own ``training_step``."""
+    """A LightningModule as a network: from a batch to the loss of its own ``training_step``.
 
-    def __init__(self, module: Any):
+    ``training_step`` finds ``global_step``, ``current_epoch`` and ``trainer`` as in its own training.
+
+    Args:
+        gathers: how many training calls an update gathers.
+        live: the Trainer of a training that goes on; a copy of its module has lost it.
+
+    Attributes:
+        begins: the updates that were made before the first call.
+    """
+
+    def __init__(self, module: Any, gathers: int = 1, live: Any = None):
         super().__init__()
         self.module, self.batch_idx = module, 0
+        self.begins, self._gathers, self._live = 0, gathers, _Shared(live)
+        self._calls = [0]  # in a list: it is no count of the module's own, see ``Counters``
 
     def forward(self, batch: Any) -> Tensor:
-        with warnings.catch_warnings():  # what a copy logs has nowhere to go
+        # in eval mode that of the last training call
+        step = self.begins + max(0, self._calls[0] - (not self.training)) // self._gathers
+        self._calls[0] += self.training
+        with warnings.catch_warnings(), _in_a_training(self.module, step, self._live.trainer):
+            # what a copy logs has nowhere to go
             warnings.filterwarnings("ignore", ".*self.log.*trainer. reference is not registered")
             found = theirs(self.module.training_step, batch, self.batch_idx)
         return found["loss"] if isinstance(found, dict) else found
+
+
+class _Shared:
+    """Holds a Trainer, which no copy of a network takes along a copy of."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def __deepcopy__(self, memo: dict) -> _Shared:
+        return self
+
+
+@contextmanager
+def _in_a_training(module: nn.Module, step: int, trainer: Any) -> Iterator[None]:
+    """Inside, the module's properties are those of a training that has made ``step`` updates.
+
+    Properties belong to a class, so each LightningModule has another one for as long.
+    """
+    own = [m for m in module.modules() if is_lightning(m)]
+    classes = [type(m) for m in own]
+    try:
+        for part in own:
+            part.__dict__[_AT] = _At(step, trainer)
+            part.__class__ = _in_training(type(part))
+        yield
+    finally:
+        for part, was in zip(own, classes, strict=True):
+            part.__class__ = was
+            part.__dict__.pop(_AT, None)
+
+
+_AT = "_driftlab_at"
+
+
+class _At(NamedTuple):
+    step: int
+    trainer: Any
+
+
+@cache
+def _in_training(kind: type) -> type:
+    def trainer(self: Any) -> Any:
+        return self.__dict__[_AT].trainer or kind.trainer.fget(self)  # type: ignore[attr-defined]
+
+    def epoch(self: Any) -> int:
+        live = self.__dict__[_AT].trainer
+        return live.current_epoch if live else 0
+
+    properties = {
+        "global_step": property(lambda self: self.__dict__[_AT].step),
+        "current_epoch": property(epoch),
+        "trainer": property(trainer, kind.trainer.fset),  # type: ignore[attr-defined]
+    }
+    return type(kind.__name__, (kind,), properties)
 
 
 def its_own(loss: Tensor, targets: None) -> Tensor:
@@ -60,8 +131,10 @@ class AsNetwork(NamedTuple):
     scheduler: Callable[[Optimizer], Any]
 
 
-def as_network(module: nn.Module, candidate: nn.Module | Rewrite) -> AsNetwork:
+def as_network(module: nn.Module, candidate: nn.Module | Rewrite, gathers: int = 1) -> AsNetwork:
     """With its own ``training_step`` as the loss, and what its ``configure_optimizers`` gives.
+
+    ``global_step`` counts updates of ``gathers`` batches; ``current_epoch`` is 0.
 
     A scheduler that Lightning steps once an epoch stands still here.
     """
@@ -76,9 +149,9 @@ def as_network(module: nn.Module, candidate: nn.Module | Rewrite) -> AsNetwork:
         schedulers[made] = scheduler
         return made
 
-    other = Step(candidate) if isinstance(candidate, nn.Module) else rewritten
+    other = Step(candidate, gathers) if isinstance(candidate, nn.Module) else rewritten
     batches = partial(map, lambda batch: ({"batch": batch}, None))
-    return AsNetwork(Step(module), other, batches, its_own, optimizer, schedulers.get)
+    return AsNetwork(Step(module, gathers), other, batches, its_own, optimizer, schedulers.get)
 
 
 def _configured(module: Any) -> tuple[Optimizer, Any]:

@@ -228,7 +228,6 @@ class Scheduler(Group, extra="allow"):
 
 
 SCHEDULES = ("constant", "cosine", "warmup_cosine", "onecycle")
-WARMED_UP = ("warmup_cosine", "onecycle")
 
 
 class LocalWindows(Group):

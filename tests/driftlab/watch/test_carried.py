@@ -102,3 +102,33 @@ def test_an_optimizer_of_another_network_is_refused():
     model = network()
     with pytest.raises(DiagnoseError, match="parameters that the watched network has not"):
         Carried(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), model, model, find_fold(model, model))
+
+
+class Scaled(torch.nn.Module):
+    """With a parameter of no dimension, as CLIP's ``logit_scale``; its factor before or behind the layer."""
+
+    def __init__(self, behind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale, self.behind = nn.Linear(20, 5), nn.Parameter(torch.tensor(1.5)), behind
+
+    def forward(self, x):
+        if self.behind:
+            return self.layer(x) * self.scale
+        return F.linear(x, self.layer.weight * self.scale, self.layer.bias * self.scale)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_parameter_of_no_dimension_has_its_state_in_float64_too(name):
+    model, candidate = Scaled(behind=True), Scaled(behind=False)
+    live = OPTIMIZERS[name](model.parameters())
+    for _ in range(3):
+        update(model, live)
+    candidate.load_state_dict(model.state_dict())
+    fold = find_fold(model, candidate)
+    carried = Carried(live, model, candidate, fold)
+    twin, other = copy.deepcopy(model).double(), candidate.double()
+    own, theirs = carried.of_reference(twin), carried.of_candidate(other)
+    update(twin, own, torch.float64), update(other, theirs, torch.float64)
+    torch.testing.assert_close(other.scale, twin.scale, rtol=1e-12, atol=1e-12)
+    assert twin.scale != model.scale

@@ -48,9 +48,9 @@ def loader(workers=0):
     return DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True, num_workers=workers)
 
 
-def fitted(folder, *callbacks, workers=0, ckpt_path=None, **options):
+def fitted(folder, *callbacks, workers=0, ckpt_path=None, module=None, **options):
     lightning.seed_everything(3, verbose=False)
-    module = Own()
+    module = module or Own()
     trainer = lightning.Trainer(
         accelerator="cpu",
         default_root_dir=folder,
@@ -153,3 +153,61 @@ def test_a_module_that_steps_its_own_optimizers_is_refused(tmp_path):
     )
     with pytest.raises(DiagnoseError, match=r"driftlab\.watching"):
         trainer.fit(Manual(), loader())
+
+
+class Annealed(Own):
+    """A term of its loss grows with ``global_step``, and stops growing; another comes in the second epoch."""
+
+    late, cap, epoch = 0, 1.0, 1
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self.net(x)
+        weight = min(self.cap, max(0, self.global_step - self.late) / 8)
+        weight += 0.1 * (self.current_epoch >= self.epoch) + 0.0 * self.trainer.max_epochs
+        return F.cross_entropy(out, y) + weight * out.square().mean()
+
+
+def otherwise(**settings):
+    def rewrite_it(module):
+        vars(module).update(settings)
+        return rewrite(module)
+
+    return rewrite_it
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict", "since"),
+    [
+        ({}, Verdict.ROUND_OFF, None),
+        ({"late": 1}, Verdict.BUG, 1),
+        ({"cap": 9.0}, Verdict.BUG, 9),
+        ({"epoch": 2}, Verdict.BUG, 6),
+    ],
+    ids=["right", "one step late", "without its cap", "an epoch late"],
+)
+def test_a_schedule_by_the_trainers_steps_is_where_the_training_is(tmp_path, settings, verdict, since):
+    watched = driftlab.lightning.Watch(otherwise(**settings), budget=1e9, updates=2)
+    fitted(tmp_path, watched, module=Annealed())
+    assert watched.diagnosis.verdict is verdict, watched.diagnosis
+    if since:
+        before = [look for look in watched.looks if look.step + 2 < since]
+        assert all(look.diagnosis.verdict is Verdict.ROUND_OFF for look in before)
+        first = next(look for look in watched.looks if look.diagnosis.verdict is Verdict.BUG)
+        assert first.step <= since + 3
+
+
+class Counted(Annealed):
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        weight = min(self.cap, max(0, self.global_step - self.late) / 8)
+        return F.cross_entropy(out, batch[1]) + weight * out.square().mean()
+
+
+@pytest.mark.parametrize("gathers", [1, 2])
+def test_diagnose_counts_the_updates_itself(gathers):
+    right = driftlab.diagnose(Counted(), rewrite, loader(), steps=4, accumulate=gathers)
+    assert right.verdict is Verdict.ROUND_OFF
+    found = driftlab.diagnose(Counted(), otherwise(late=2), loader(), steps=4, accumulate=gathers)
+    assert found.verdict is Verdict.BUG
+    assert found.where.step == 1
