@@ -12,7 +12,7 @@ from driftlab import watch
 from driftlab.blame import theirs
 from driftlab.diagnosis import Diagnosis
 from driftlab.extras import extra
-from driftlab.network.lightning_module import Step, its_own
+from driftlab.network.lightning_module import Step, configured, its_own
 from driftlab.network.pair import Rewrite
 from driftlab.words import DiagnoseError
 
@@ -32,10 +32,11 @@ class Watch(lightning.Callback):
         watch.diagnosis
 
     The training is bit for bit what it is without. What is compared is the loss of the module's own
-    ``training_step``, all gradients and the updates, in float32 and float64 at the learning rate of that
-    batch, gradients clipped as the Trainer clips them; not mixed precision, and each batch an update. Names
-    in a place begin with ``module.``, the
-    LightningModule. At its end ``report.html`` lies in the trainer's ``log_dir``, and the distances of each
+    ``training_step``, which finds ``global_step``, ``current_epoch`` and ``trainer`` as in the training, all
+    gradients, and the updates: in float32 and float64, at the learning rate of that batch, gradients clipped
+    as the Trainer clips them; not mixed precision, and each batch an update. The first look of a training
+    that begins takes the optimizers that both modules' ``configure_optimizers`` make; later ones go on with
+    the groups of the one in use. Names in a place begin with ``module.``, the LightningModule. At its end ``report.html`` lies in the trainer's ``log_dir``, and the distances of each
     look are in its logger as ``local/weight_distance/candidate.float64`` and so on.
 
     Args:
@@ -76,6 +77,8 @@ class Watch(lightning.Callback):
         made = trainer.fit_loop.epoch_loop.batch_progress.total.ready  # more than 0 of one that goes on
         options = self._options | {"clip": _clips(trainer), "begins": made}
         self._watch = watch.Watch(network, self._rewritten, optimizer, its_own, **options)
+        if trainer.global_step == 0:
+            self._watch.configured = lambda network: configured(network)[0]
 
     def on_train_batch_start(self, trainer, pl_module, batch: Any, batch_idx: int) -> None:
         self._watch.model.batch_idx, self._watch.model.begins = batch_idx, trainer.global_step

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from driftlab.along import look_briefly
-from driftlab.arguments import clipped_by, the_batches
+from driftlab.arguments import clipped_by, stepping, the_batches
 from driftlab.arithmetic.counters import Counters
 from driftlab.arithmetic.passes import on_batch
 from driftlab.diagnosis import Diagnosis, made_pair, of_pair
@@ -88,7 +88,8 @@ class Watch:
         candidate: makes the rewritten network from a deep copy of ``model``.
         optimizer: that of the training, in use. The candidate's has its groups, settings and state.
         loss: as in ``diagnose``.
-        budget: the share of the training's own time that looks may take. The first look is always taken.
+        budget: the share of the training's own time that looks may take, above 1 too. The first look is
+            always taken.
         updates: that each look follows both for, on its step's batch and those before it, which are kept in
             memory. The first look is all of ``diagnose``; a later one is a local window, and all of
             ``diagnose`` where that leaves its controls.
@@ -139,7 +140,11 @@ class Watch:
         self._began = time.perf_counter()
         self._batches: deque[tuple[object, object]] = deque(maxlen=self.updates + 1)  # the last one first
         self._counters: Counters | None = None
+        self._left_out = ""
         self._counted: list[str] = []  # which of them were set at a later look
+        # makes both optimizers of the first look, of a training that has not begun; a look goes on with the
+        # groups of the one in use
+        self.configured: Callable[[nn.Module], Optimizer] | None = None
 
     def __enter__(self) -> Watch:
         return self
@@ -185,13 +190,18 @@ class Watch:
         at = min(range(len(self.looks)), key=lambda i: WORST_FIRST.index(self.looks[i].diagnosis.verdict))
         look, last = self.looks[at], self.looks[-1].step
         if look.diagnosis.verdict in RIGHT:
-            said = f"at each step that was looked at, {len(self.looks)} from {self.looks[0].step} to {last}"
+            said = f"at step {last}, the only one that was looked at"
+            if len(self.looks) > 1:
+                first = self.looks[0].step
+                said = f"at each step that was looked at, {len(self.looks)} from {first} to {last}"
             if GROWTH * last + 1 < self.steps:
                 said += f"; nothing is known of the rest of {self.steps}, for which a larger budget pays"
         elif at == 0:
             said = f"found at step {look.step}, the first that was looked at"
         else:
             said = f"found at step {look.step}, and not yet at step {self.looks[at - 1].step}"
+        if self._left_out:
+            said += f"; {self._left_out}"
         if self._counted:
             said += f"; what it counts is taken as counted since step 0: {', '.join(self._counted)}"
         return look.diagnosis.along(f"{look.diagnosis.headline}; {said}", self._windows())
@@ -228,7 +238,7 @@ class Watch:
         with torch.inference_mode(False), torch.enable_grad(), told("watching stops", outermost=True):
             both = the_pair(self.model, self.candidate, self.fold)
             carried = Carried(self.optimizer, self.model, *both[1:])
-            by = carried.of_reference, carried.of_candidate
+            by = self._as_configured(both) or (carried.of_reference, carried.of_candidate)
             batches, judged = the_batches(list(self._batches), self.updates + 1), judged_in(self.model)
             pair = made_pair(both, batches[0], self.loss, by, self.seed, judged=judged, **self._options)
             self._count(pair, batches[0], step)
@@ -239,6 +249,18 @@ class Watch:
         if carried.dropped:
             said += f"; both without the optimizer's state, which cannot be carried over: {carried.dropped}"
         return replace(found, headline=said)
+
+    def _as_configured(self, both: tuple) -> tuple | None:
+        """The optimizers that both networks make for themselves; None where they do not, or not any more."""
+        if self.looks or self.configured is None:
+            return None
+        make = stepping("configure_optimizers", self.configured)
+        try:
+            make(both[0]), make(both[1])
+        except DiagnoseError as error:
+            self._left_out = f"{error}, so it was not compared"
+            return None
+        return make, make
 
     def _count(self, pair: Pair, batch: Batch, step: int) -> None:
         """Puts the counters of the candidate's own where this many calls would have brought them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -46,14 +46,18 @@ class Step(nn.Module):
         self._calls = [0]  # in a list: it is no count of the module's own, see ``Counters``
 
     def forward(self, batch: Any) -> Tensor:
-        # in eval mode that of the last training call
-        step = self.begins + max(0, self._calls[0] - (not self.training)) // self._gathers
-        self._calls[0] += self.training
-        with warnings.catch_warnings(), _in_a_training(self.module, step, self._live.trainer):
+        with warnings.catch_warnings(), self.in_a_training():
             # what a copy logs has nowhere to go
             warnings.filterwarnings("ignore", ".*self.log.*trainer. reference is not registered")
             found = theirs(self.module.training_step, batch, self.batch_idx)
+        self._calls[0] += self.training
         return found["loss"] if isinstance(found, dict) else found
+
+    def in_a_training(self) -> AbstractContextManager[None]:
+        """Inside, the module is in the training that it is a step of."""
+        # in eval mode that of the last training call
+        made = max(0, self._calls[0] - (not self.training)) // self._gathers
+        return _in_a_training(self.module, self.begins + made, self._live.trainer)
 
 
 class _Shared:
@@ -145,8 +149,7 @@ def as_network(module: nn.Module, candidate: nn.Module | Rewrite, gathers: int =
         return network
 
     def optimizer(network: Step) -> Optimizer:
-        made, scheduler = _configured(network.module)
-        schedulers[made] = scheduler
+        made, schedulers[made] = configured(network)
         return made
 
     other = Step(candidate, gathers) if isinstance(candidate, nn.Module) else rewritten
@@ -154,13 +157,15 @@ def as_network(module: nn.Module, candidate: nn.Module | Rewrite, gathers: int =
     return AsNetwork(Step(module, gathers), other, batches, its_own, optimizer, schedulers.get)
 
 
-def _configured(module: Any) -> tuple[Optimizer, Any]:
-    """The one optimizer, and the scheduler that moves with its updates, where there is one.
+def configured(network: Step) -> tuple[Optimizer, Any]:
+    """What its ``configure_optimizers`` makes: one optimizer, and the scheduler that moves with its updates.
 
     Raises:
         DiagnoseError: the module steps its optimizers itself, or has several.
     """
-    made = theirs(module.configure_optimizers)
+    module = network.module
+    with network.in_a_training():
+        made = theirs(module.configure_optimizers)
     optimizers, schedulers = made, []
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list):
         optimizers, schedulers = made

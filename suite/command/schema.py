@@ -227,9 +227,6 @@ class Scheduler(Group, extra="allow"):
         return self
 
 
-SCHEDULES = ("constant", "cosine", "warmup_cosine", "onecycle")
-
-
 class LocalWindows(Group):
     windows: Literal["auto"] | list[whole(0)]
     updates: whole(1)
@@ -276,7 +273,7 @@ class Training(Shared):
     eval_every: whole(0)
     eval_images: whole(1) | None
     loss: Model
-    learning_rate_schedule: one_of(*SCHEDULES)
+    learning_rate_schedule: one_of("constant", "cosine", "warmup_cosine", "onecycle")
     warmup: Share | None
     scheduler: Scheduler
     clip: Positive | None

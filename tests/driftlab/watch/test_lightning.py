@@ -211,3 +211,61 @@ def test_diagnose_counts_the_updates_itself(gathers):
     found = driftlab.diagnose(Counted(), otherwise(late=2), loader(), steps=4, accumulate=gathers)
     assert found.verdict is Verdict.BUG
     assert found.where.step == 1
+
+
+class Decays(Own):
+    """Weights of two dimensions decay, others do not."""
+
+    def configure_optimizers(self):
+        groups = {True: [], False: []}
+        for parameter in self.parameters():
+            groups[parameter.dim() > 1].append(parameter)
+        total = self.trainer.estimated_stepping_batches
+        return torch.optim.AdamW(
+            [{"params": groups[True], "weight_decay": 0.1 / total}, {"params": groups[False]}],
+            lr=1e-3,
+            weight_decay=0,
+        )
+
+
+def with_a_bias_of_two_dimensions(module):
+    layer = module.net[3]
+    bias = layer.bias.detach().clone()
+    del layer.bias
+    layer.bias = torch.nn.Parameter(bias[None])
+    module.fold = lambda tensors: {
+        n: t.reshape(-1) if n == "module.net.3.bias" else t for n, t in tensors.items()
+    }
+    return module
+
+
+def test_what_the_rewritten_module_configures_is_compared(tmp_path):
+    wrong = driftlab.lightning.Watch(
+        with_a_bias_of_two_dimensions, fold=with_a_bias_of_two_dimensions(Decays()).fold
+    )
+    fitted(tmp_path, wrong, module=Decays(), max_steps=2)
+    assert wrong.diagnosis.verdict is Verdict.BUG
+    assert "weight_decay" in wrong.diagnosis.headline
+    right = driftlab.lightning.Watch(rewrite)
+    fitted(tmp_path, right, module=Decays(), max_steps=2)
+    assert right.diagnosis.verdict is Verdict.ROUND_OFF
+
+
+class Once(Own):
+    """Its optimizer can be made in the training alone."""
+
+    made = 0
+
+    def configure_optimizers(self):
+        Once.made += 1
+        if Once.made > 1:
+            raise RuntimeError("made already")
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_an_optimizer_that_is_not_compared_is_said(tmp_path):
+    watched = watch()
+    fitted(tmp_path, watched, module=Once(), max_steps=2)
+    assert watched.diagnosis.verdict is Verdict.ROUND_OFF
+    assert "made already" in watched.diagnosis.headline
+    assert "so it was not compared" in watched.diagnosis.headline
