@@ -36,8 +36,9 @@ class Watch(lightning.Callback):
     gradients, and the updates: in float32 and float64, at the learning rate of that batch, gradients clipped
     as the Trainer clips them; not mixed precision, and each batch an update. The first look of a training
     that begins takes the optimizers that both modules' ``configure_optimizers`` make; later ones go on with
-    the groups of the one in use. Names in a place begin with ``module.``, the LightningModule. At its end ``report.html`` lies in the trainer's ``log_dir``, and the distances of each
-    look are in its logger as ``local/weight_distance/candidate.float64`` and so on.
+    the groups of the one in use. Names in a place begin with ``module.``, the LightningModule. At its end
+    ``report.html`` lies in the trainer's ``log_dir``, and the distances of each look are in its logger as
+    ``local/weight_distance/candidate.float64`` and so on.
 
     Args:
         candidate: makes the rewritten module from a deep copy of the LightningModule.
