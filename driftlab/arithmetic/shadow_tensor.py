@@ -122,12 +122,19 @@ def run_operation(func, args: tuple, kwargs: dict):
 
 
 def _of_constants(func, leaves: list) -> bool:
-    """Whether an operation makes something new, of no parameter, no buffer and nothing of the batch."""
+    """Whether an operation makes something new of no parameter, no buffer, and of the batch's integers alone.
+
+    Positions and time steps come as integers, and what is made of them may be looked up in a table instead.
+    """
     if func in DRAWING or func._schema.is_mutable:
         _no_longer_constant(func, leaves)
         return False
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return all(leaf.constant if isinstance(leaf, Shadow) else leaf.dtype in HALVES for leaf in tensors)
+    return all(leaf.constant if isinstance(leaf, Shadow) else _is_plain(leaf) for leaf in tensors)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype in HALVES or not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _no_longer_constant(func, leaves: list) -> None:

@@ -7,7 +7,7 @@ from torch import nn
 from models.resnet import ResNet18
 
 
-def one_block(width: int, zero_scale: bool = False, **options) -> ResNet18:
+def one_block(width: int = 4, zero_scale: bool = False, **options) -> ResNet18:
     """ResNet18 with one of its eight blocks."""
     model = ResNet18(width, **options)
     model.layer1 = model.layer1[:1]
@@ -28,7 +28,7 @@ class Added(nn.Module):
         return sum(layer(x) for layer in self.children())
 
 
-def faulty_layers(width: int, **options) -> nn.Sequential:
+def faulty_layers(width: int = 4, **options) -> nn.Sequential:
     """The layers that ``experiments/loss_curves_do_not_tell`` plants faults in, and few others."""
     first, shortcut = (nn.Conv2d(3, width, 3, stride=2, bias=False) for _ in range(2))
     third = nn.Sequential(Added(conv1=first, shortcut=nn.Sequential(shortcut)))
