@@ -22,6 +22,9 @@ from driftlab.network.pair import Pair, in_another_form
 
 # A difference of float32's own unit round-off and not much more; anything larger is no stored rounding.
 LARGEST = 2.0**-20
+# A training may make a thousand times more of it. Only what is gone once both make their constants in float32 is
+# taken for that: then they are the same as they run, whatever the size.
+AMPLIFIED = 2.0**-10
 # A stored value comes out of a few float32 operations, each of them half a unit off at most; the control
 # moves it by one unit.
 WITHIN = 4.0
@@ -45,11 +48,16 @@ def rounded_constants(
     Args:
         module: by its name, whose differences they are; of the whole networks where it is left out.
     """
-    if not wrong or any(not d.relative < LARGEST or d.overflows or d.excess("shadow") <= 1 for d in wrong):
+    largest = max((d.relative for d in wrong), default=0.0)
+    if not wrong or not largest < AMPLIFIED or any(d.overflows or d.excess("shadow") <= 1 for d in wrong):
         return None  # too large, or not in the float32 path
+    if not largest < LARGEST and pair.judged != "float32":
+        return None
     both = _of_module(local, module) if local and module else _Both.of(pair, whole)
     if any(_gone_natively(both, wrong, native) for native in _STORED):
         return f"{wrong[0].relative:.1g} (relative) that making constants in float32 makes"
+    if not largest < LARGEST:
+        return None
     explained = [role for role in ("candidate", "reference") if _explains(pair, role, whole, wrong)]
     if not explained:
         return None
