@@ -22,8 +22,8 @@ from driftlab.network.pair import Pair, in_another_form
 
 # A difference of float32's own unit round-off and not much more; anything larger is no stored rounding.
 LARGEST = 2.0**-20
-# A training may make a thousand times more of it. Only what is gone once both make their constants in float32 is
-# taken for that: then they are the same as they run, whatever the size.
+# A training may make a thousand times more of it. Only what is gone once both make their constants in
+# float32 is taken for that: then they are the same as they run.
 AMPLIFIED = 2.0**-10
 # A stored value comes out of a few float32 operations, each of them half a unit off at most; the control
 # moves it by one unit.
