@@ -17,6 +17,7 @@ from driftlab.record.local_windows import as_record, windows_of
 from driftlab.record.seed_record import Row, SeedRecord
 from driftlab.verdict.envelope import first_excess, honoured, pair_with_controls, window_pair
 from driftlab.verdict.evidence import PASSES
+from driftlab.verdict.outcomes import part_of_a_training
 from driftlab.verdict.rules import judge
 from driftlab.words import DiagnoseError, Finding, Verdict
 
@@ -55,7 +56,8 @@ def look_on_the_spot(
     """
     times = times_the_controls(rows, found)
     try:
-        judgement = judge([diagnosed(pair, batches, len(batches) - 1)]).begun_at(begins)
+        found_there = part_of_a_training(diagnosed(pair, batches, len(batches) - 1))
+        judgement = judge([found_there]).begun_at(begins)
     except DiagnoseError as error:
         return PROBE.finding(
             times, None, f"the window from step {begins} leaves them, and cannot be looked at: {error}"

@@ -46,6 +46,7 @@ from driftlab.record.seed_record import SeedRecord, write_whole
 from driftlab.refusing import told, whole_number
 from driftlab.threads import threads_for
 from driftlab.verdict.envelope import window_pair
+from driftlab.verdict.outcomes import part_of_a_training
 from driftlab.verdict.rules import judge
 from driftlab.words import DiagnoseError, Evidence, Finding, Judgement, Place, Verdict, settled_by
 
@@ -230,12 +231,14 @@ def of_pair(
     trains: bool = True,
     threads: int | None = None,
     begins: int = 0,
+    part: bool = False,
 ) -> Diagnosis:
     """``diagnose`` of a pair as ``made_pair`` makes it.
 
     Args:
         batches: in float32, see ``the_batches``.
         begins: the step of a training at which this one begins.
+        part: whether these are some updates of a training, which have no end of their own.
 
     Raises:
         DiagnoseError: a network does not run on the batches.
@@ -247,6 +250,7 @@ def of_pair(
             record = diagnosed(pair, batches, steps) if trains else evaluated(pair.evaluating(), batches)
     except CannotRunError as error:
         raise DiagnoseError(f"a network does not run on the first batch: {error}") from error
+    record = part_of_a_training(record) if part else record
     found = judge([record]).begun_at(begins)
     told_of = found.verdict, found.headline, found.where, found.evidence
     return Diagnosis(*told_of, count, record.curves, record)

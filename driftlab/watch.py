@@ -244,7 +244,7 @@ class Watch:
             self._count(pair, batches[0], step)
             found = self._briefly(pair, batches, step) if self.looks else None
             if found is None:
-                found = of_pair(pair, batches, self.updates, begins=step)
+                found = of_pair(pair, batches, self.updates, begins=step, part=True)
         said = found.headline
         if carried.dropped:
             said += f"; both without the optimizer's state, which cannot be carried over: {carried.dropped}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean, median, stdev
 
 from driftlab.probes.probe import Probe
@@ -44,13 +45,21 @@ DISAGREEMENT = Probe(
 )
 
 
+def part_of_a_training(record: SeedRecord) -> SeedRecord:
+    """A record of some updates in the middle of one."""
+    return replace(record, run=record.run | {"part_of": "a training"})
+
+
 def fell_over(record: SeedRecord, arm: str) -> bool:
     """Whether an arm blew up (NaN or inf), or ended at more than ``FALLEN`` times the loss it began with.
 
-    Its end is the median over the last tenth of its rows, see ``ended_above``.
+    Its end is the median over the last tenth of its rows, see ``ended_above``. A look into a training
+    (``part_of``) has no end: of a few noisy batches the last may be the hardest.
     """
     if record.run["arms"][arm]["blown_up_at"] is not None:
         return True
+    if record.run.get("part_of"):
+        return False
     losses = record.series("loss", arm)
     steps = sorted(losses)
     return len(steps) > 1 and ended_above(

@@ -178,3 +178,31 @@ def test_an_error_of_the_training_is_its_own():
     model = network()
     with pytest.raises(ZeroDivisionError), watching(model, rewritten(), sgd(model.parameters())):
         raise ZeroDivisionError
+
+
+class Drawn(torch.nn.Module):
+    """The size of its outputs is drawn at each call, over three decades."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x):
+        return self.net(x) * 10 ** (3 * torch.rand(()).to(x))
+
+
+def drawn(model):
+    model.net = rewritten()(model.net)
+    return model
+
+
+def test_a_look_at_noisy_losses_is_no_training_that_falls_over():
+    torch.manual_seed(1)
+    model = Drawn()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with watching(model, drawn, optimizer, budget=MUCH, updates=3) as watched:
+        for _ in range(5):
+            watched.step(torch.randn(16, 20), torch.randint(5, (16,)))
+    losses = [[row["loss/reference.float32"] for row in k.diagnosis.curves] for k in watched.looks]
+    assert any(one[-1] > 2 * one[0] for one in losses)
+    assert {k.diagnosis.verdict for k in watched.looks} == {Verdict.ROUND_OFF}
