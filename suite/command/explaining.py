@@ -22,6 +22,7 @@ REMEDIES = {
     "Cannot find primary config": "leave --config-name and --config-path out, and write +experiment=NAME",
     "Could not delete from config": "leave it out; --cfg job shows what there is",
     "requires --multirun": "write -m for a job each, or one value",
+    "looks like a config group override": "leave out what stands from @ on, and write NAME=VALUE",
     "appears more than once": "write it without the plus sign",
 }
 
@@ -47,7 +48,8 @@ def _line(error: BaseException) -> str | None:
     if isinstance(error, InterpolationKeyError):
         return _unknown_reference(error)
     if isinstance(error, OverrideParseException):
-        return f"{error.override} cannot be read: {_quoted(error.override) or str(error).splitlines()[0]}"
+        meant = _quoted(error.override) or f"{str(error).splitlines()[0]}: write NAME=VALUE, in quotes"
+        return f"{error.override} cannot be read: {meant}"
     misspelt = re.search(r"Could not override '([^']+)'", text)
     if misspelt and misspelt[1].startswith("scale."):
         return _unknown_size(misspelt[1].removeprefix("scale."))
@@ -89,6 +91,8 @@ _TYPES = {"bool": "true or false", "integer": "a whole number", "float": "a numb
 def _wanted(cause: BaseException) -> str:
     """What a setting of Hydra's own takes."""
     said = one_line(cause).partition(": ")[2]
+    if "is not an int" in said:
+        return "a list has no names below it: write it as a whole, NAME=[A,B]"
     if "list index" in said:
         return "the list is shorter: write it as a whole, NAME=[A,B]"
     kind = next((words for name, words in _TYPES.items() if re.search(name, said, re.IGNORECASE)), None)

@@ -42,6 +42,7 @@ OF_SWEEPS = dict.fromkeys(
 OF_ONE_JOB = {"hydra.run.": "counts without -m: write hydra.sweep.dir=FOLDER"}
 OF_NOBODY = {
     "hydra=": "is no setting: write hydra.NAME=VALUE",
+    "hydra.searchpath=": "is not where experiments are looked for: write --config-dir FOLDER",
     "hydra.mode=": "is not how a sweep is asked for: write -m",
     "hydra.job.env_copy=": "writes what it copies to multirun.yaml: export it where the jobs begin",
 }
@@ -63,6 +64,7 @@ def check(arguments: list[str]) -> list[str]:
         raise ConfigurationError("--cfg shows the settings of one job: leave -m out")
     for option in () if shown else {o.partition("=")[0] for o in options} & {*OF_SHOWING}:
         raise ConfigurationError(f"{option} is for the settings that are shown: write --cfg job beside it")
+    _check_package(options)
     if "--hydra-help" in options:
         return options  # which composes no experiment
     _check_experiments(settings, alone=not options, swept=swept)
@@ -83,6 +85,21 @@ def look_in_own(arguments: list[str]) -> None:
 def _config_dir(options: Iterable[str]) -> Path | None:
     words = [o.partition("=")[2] for o in options if o.partition("=")[0] in ("--config-dir", "-cd")]
     return Path(words[-1]) if words else None  # of two Hydra takes the last
+
+
+def _check_package(options: Iterable[str]) -> None:
+    """That there are such settings, in the files of all experiments or one's own."""
+    for option in options:
+        name, _, package = option.partition("=")
+        if name not in ("--package", "-p"):
+            continue
+        read = [CONF / "config.yaml", *files("experiment").values()]
+        known = {"hydra", "_global_", *(f.name for f in CONF.iterdir() if f.is_dir())}
+        known |= {str(key) for path in read for key in OmegaConf.load(path)}
+        if (group := package.partition(".")[0]) not in known:
+            raise ConfigurationError(
+                f"{name} {package}: there are no such settings: {instead(group, sorted(known), every=False)}"
+            )
 
 
 def _apart(arguments: list[str]) -> tuple[list[str], list[str]]:
