@@ -184,7 +184,7 @@ def test_patches_have_the_same_key_where_they_are_the_same_and_only_there():
 
 @pytest.fixture(scope="module")
 def measured():
-    settings = configured("batch_size=8", "steps=4", "float64_steps=3")
+    settings = configured("batch_size=16", "steps=4", "float64_steps=3", "optimizer.lr=0.5")
     return measure(settings, 0, load_images(settings, lambda line: None))
 
 

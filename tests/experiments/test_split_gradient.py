@@ -392,7 +392,8 @@ def test_integers_that_differ_count_though_others_could_not_be_asked(values):
 
 
 def test_a_sum_cut_in_three_is_the_sum_of_three_sums_in_the_order_of_autograd():
-    case = Case(in_channels=2, out_channels=513, kernel_size=2, split=(171, 171, 171), batch=1, image_size=3)
+    # parts of a size that no kernel of a CPU treats otherwise than the whole
+    case = Case(in_channels=2, out_channels=384, kernel_size=2, split=(128, 128, 128), batch=1, image_size=3)
     causes = [measure_literal(case, seed, "cpu")["causes"] for seed in range(3)]
     assert all(found["cut"] > 0 for found in causes)
     assert all(found["kernel"] == 0 for found in causes)
