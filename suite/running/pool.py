@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -16,6 +17,9 @@ from suite.command.supervision import STOPS, end_with
 
 # Slurm and terminals tell every process; what a worker is to do its parent decides, by ending it
 HEARD_BY_THE_PARENT = (*STOPS, signal.SIGUSR1, signal.SIGUSR2)
+
+# Where a signal ends this process, multiprocessing's tracker clears its locks away, and would say so.
+_NO_NEWS = "ignore:resource_tracker:UserWarning"  # the tracker is started with it
 
 Heard = Callable[[str, tuple], None]  # the name of a message, and what it says
 
@@ -39,6 +43,8 @@ def side_by_side(
     Raises:
         WorkerKilled: the jobs that have not been yielded did not end.
     """
+    if _NO_NEWS not in sys.warnoptions:
+        sys.warnoptions.append(_NO_NEWS)
     context = multiprocessing.get_context("spawn")
     messages, started = context.Queue(), context.Value("i", 0)
     listener = threading.Thread(target=_listen, args=(messages, heard), daemon=True)
