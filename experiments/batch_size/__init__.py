@@ -9,11 +9,10 @@ from omegaconf import DictConfig, OmegaConf
 from experiments.batch_size.answer import answer
 from experiments.batch_size.measure import about, measure
 from experiments.batch_size.plan import SMOKE_ROWS, Plan, read
-from suite.command.command_line import overrides
 from suite.command.idle_rules import Idle, TakenAs
 from suite.command.jobs import Ran
 from suite.command.schema import Positive, Shared, group, several, whole
-from suite.command.written import written_by
+from suite.command.written import written
 from suite.running.asking import ask
 from suite.running.question import Question
 
@@ -79,6 +78,6 @@ QUESTION = Question(measure=measure, answer=answer, about=about)
 
 def run(config: DictConfig) -> Ran:
     """Measure a row's answer at every batch size and why it moves; returns the verdict on the two."""
-    if config.get("batch_invariant") is True and "expected" not in written_by(overrides(config)):
+    if config.get("batch_invariant") is True and "expected" not in written():
         config.expected = "bit_identical"
     return ask(config, QUESTION)

@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from driftlab.lockstep.checkpoint import checkpoint_step
 from driftlab.record.seed_record import seed_folder
-from suite.command.command_line import in_sweep, overrides
+from suite.command.command_line import in_sweep
 from suite.command.configuration import AUTO, follows_auto, resolve
 from suite.command.idle import say_beyond
 from suite.command.jobs import Ran
@@ -17,7 +17,7 @@ from suite.command.leftovers import no_empty_folder
 from suite.command.machine import process_settled
 from suite.command.schema import Training as Settings
 from suite.command.seeds import parse_seeds
-from suite.command.written import written_by
+from suite.command.written import written
 from suite.running.arguments import check_network
 from suite.running.building import Built, on_cpu
 from suite.running.costs import Sketch, build_sketched, float64_choice, forecast, make_sketch
@@ -82,11 +82,11 @@ def _of_its_rewrite(settings: DictConfig) -> DictConfig:
         settings.sources = sources
     if settings.rewrite.target and "candidate" in settings.roles:
         settings.rewrite.source = source_digest(imported("rewrite.target", settings.rewrite.target))
-        written = written_by(overrides(settings))
-        if "rewrite.target" in written:  # what the experiment expected was of its own rewrite
+        given = written()
+        if "rewrite.target" in given:  # what the experiment expected was of its own rewrite
             about = f"{settings.rewrite.target} changes nothing but rounding"
             meant = {"hypothesis": about, "expected": None}
-            settings.update({name: value for name, value in meant.items() if name not in written})
+            settings.update({name: value for name, value in meant.items() if name not in given})
     return settings
 
 

@@ -6,14 +6,12 @@ import difflib
 import importlib
 import re
 import shlex
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from suite.command.errors import ConfigurationError
 
@@ -128,24 +126,6 @@ def overrides(settings: DictConfig) -> list[str]:
     if not HydraConfig.initialized():
         return [f"+experiment={settings.name}"]
     return list(HydraConfig.get().overrides.task)
-
-
-def written() -> set[str]:
-    """The settings that the command line sets, with dots: ``model={depth: 3}`` sets ``model.depth``."""
-    if not HydraConfig.initialized():
-        return set()
-    # as they stand: what they refer to may not be there, which is said where it is looked up
-    given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
-    parsed = OverridesParser.create().parse_overrides(given)
-    return {name for o in parsed if not o.is_delete() for name in _leaves(o.key_or_group, o.value())}
-
-
-def _leaves(name: str, value: object) -> Iterator[str]:
-    if isinstance(value, Mapping) and value:
-        for key, below in value.items():
-            yield from _leaves(f"{name}.{key}", below)
-    else:
-        yield name
 
 
 def chosen_file(group: str) -> Path | None:

@@ -11,13 +11,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from suite.command.checking import check, check_interpolations, shown
-from suite.command.command_line import given, in_sweep, instead, kind, overrides, written
+from suite.command.command_line import given, in_sweep, instead, kind, overrides
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.idle import OF_TRAININGS, say_idle
 from suite.command.machine import chosen_device, register_resolvers, seeds_at_once, threads_chosen
 from suite.command.own_targets import drop_arguments_of_others
 from suite.command.schema import Scale, ScaleName, Shared, Training, WithOwnData
-from suite.command.written import written_by
+from suite.command.written import written
 
 # What does not change a seed's curves, and so is not part of the experiment's identity: seeds, paths,
 # loggers, and how a run is carried out.
@@ -164,7 +164,7 @@ def with_float64_steps(settings: DictConfig, steps: int) -> DictConfig:
 def _settle_float64(settings: DictConfig) -> DictConfig:
     """A number, but for a training whose number is to be measured where it runs."""
     if settings.float64_steps != AUTO:
-        asked = "float64_share" in written_by(overrides(settings))
+        asked = "float64_share" in written()
         if asked and "float64" in settings.dtypes:
             why = f"float64_share={settings.float64_share} counts where float64_steps=auto"
             raise ConfigurationError(f"{why}, and it is {settings.float64_steps}: leave one of them out")

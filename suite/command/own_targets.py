@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, OmegaConf
 
-from suite.command.command_line import chosen_file, written
+from suite.command.command_line import chosen_file
+from suite.command.written import written
 
 GROUPS = ("model", "data", "optimizer", "loss", "scheduler")
 _HYDRAS = ("_target_", "_partial_")
@@ -24,7 +25,7 @@ def drop_arguments_of_others(config: DictConfig) -> None:
             continue
         for name in _of_others(group, own, f"{group}._target_" in given):
             if name not in _HYDRAS and f"{group}.{name}" not in given:
-                own.pop(name)
+                del own[name]  # pop() would look up what it refers to, which may be a size not taken yet
 
 
 def _of_others(group: str, own: DictConfig, on_the_command_line: bool) -> list[str]:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from suite.command.checking import shown
 
 
-def written_by(given: Iterable[str], say: Callable[[str], None] = lambda line: None) -> dict[str, str]:
-    """What the command line sets, with dots: the override that sets it. Of two the last one counts."""
+def written(say: Callable[[str], None] = lambda line: None) -> dict[str, str]:
+    """The settings that the command line sets, with dots, and the override that sets each.
+
+    ``model={depth: 3}`` sets ``model.depth``. Of two the last one counts; the other is told to ``say``.
+    """
+    if not HydraConfig.initialized():
+        return {}
+    # as they stand: what they refer to may not be there, which is said where it is looked up
+    given = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
     found: dict[str, str] = {}
-    for override in OverridesParser.create().parse_overrides(list(given)):
+    for override in OverridesParser.create().parse_overrides(given):
         if override.is_delete():
             continue
         for name, value in _leaves(override.key_or_group, override.value()):
@@ -24,7 +33,6 @@ def written_by(given: Iterable[str], say: Callable[[str], None] = lambda line: N
 
 
 def _leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
-    """``seeds={order: 1}`` sets ``seeds.order``."""
     if isinstance(value, Mapping) and value:
         for key, below in value.items():
             yield from _leaves(f"{name}.{key}", below)

@@ -71,6 +71,11 @@ def test_the_arguments_of_the_files_fall_away(train):
     assert found["optimizer"] == {"_target_": "torch.optim.Adam", "_partial_": True, "lr": 0.5}
 
 
+def test_arguments_that_refer_to_a_size_of_the_experiment_fall_away(train):
+    found = shown(train("+experiment=one_bit", "model._target_=tests.suite.own.Net", *SHOW))
+    assert found["model"] == {"_target_": "tests.suite.own.Net"}
+
+
 def test_what_the_same_target_is_given_stays(train):
     found = shown(train("+experiment=grouped_conv", "model._target_=models.resnet.ResNet18", *SHOW))
     assert found["model"]["groups"] == 2
