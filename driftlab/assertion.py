@@ -14,7 +14,7 @@ from driftlab.arithmetic.passes import CannotRunError
 from driftlab.arithmetic.returned import ByHand, mapped, return_alike
 from driftlab.diagnosis import sgd
 from driftlab.network.calling import calling, cast, each_tensor, named_leaves
-from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
+from driftlab.network.pair import Pair, Rewrite, judged_in, precision_in, the_pair
 from driftlab.probes import every_probe
 from driftlab.probes.examination import Examination, examine
 from driftlab.probes.probe import Probe
@@ -34,6 +34,7 @@ def assert_equivalent(
     fold: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
     seed: int = 0,
     outputs: ByHand = None,
+    precision: str | None = None,
 ) -> None:
     """Assert that ``candidate`` computes what ``reference`` does: outputs, all gradients, buffers, eval mode.
 
@@ -43,10 +44,13 @@ def assert_equivalent(
 
     Args:
         reference, candidate: modules from the same weights; the candidate may be a function of the reference.
-        inputs: a tensor, or a tuple or dict of arguments, taken in float32, on the modules' device.
+        inputs: a tensor, or a tuple or dict of arguments, taken in the dtype of the precision, on the
+            modules' device.
         fold: from the candidate's tensors to the reference's, by name; found by value where None.
         seed: of the output gradients that are sent back, and of random layers.
         outputs: which output of the candidate stands for which of the reference's, as of ``diagnose``.
+        precision: "float32", "bf16-mixed", "16-mixed" (under ``torch.autocast``), "bf16-true" or "16-true";
+            that of the reference's weights where None. What rounding may do is that of this precision.
 
     Raises:
         AssertionError: they differ: what, where, by how much.
@@ -54,13 +58,14 @@ def assert_equivalent(
             with the file and line of the code that raised.
     """
     with torch.inference_mode(False), torch.enable_grad(), told("assert_equivalent stops", outermost=True):
-        mine, theirs, found = the_pair(reference, candidate, fold)
+        run_in = precision_in(precision, reference)
+        mine, theirs, found = the_pair(reference, candidate, fold, run_in)
         check_tensors("inputs", inputs)
-        given, judged = _wanting_gradients(cast(inputs, torch.float32)), judged_in(reference)
+        given, judged = _wanting_gradients(cast(inputs, run_in.dtype)), judged_in(reference, run_in)
         common: list[str] = []
         loss, by_hand = random_sum(the_seed(seed), common), mapped(theirs, outputs)
         called = calling(mine, given)
-        pair = Pair(mine, theirs, found, loss, _optimizer, _optimizer, called, seed, judged, by_hand)
+        pair = Pair(mine, theirs, found, loss, _optimizer, _optimizer, called, seed, judged, run_in, by_hand)
         examination = Examination(pair, (given, None), trains=False)
         asked = [probe for probe in every_probe() if probe.asserted]
         with threads_for(given, mine, theirs):

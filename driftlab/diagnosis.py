@@ -285,7 +285,19 @@ def made_pair(
     if candidate_loss is not None:
         is_trained_on(other, _own(candidate_loss, "candidate_loss"))
     own = _own(loss)
-    return Pair(mine, other, fold, own, *by, called, the_seed(seed), judged, by_hand, scheduler, clip)
+    return Pair(
+        mine,
+        other,
+        fold,
+        own,
+        *by,
+        called,
+        the_seed(seed),
+        judged,
+        outputs=by_hand,
+        scheduler=scheduler,
+        clip=clip,
+    )
 
 
 def _own(loss: Loss, name: str = "loss") -> Loss:

@@ -13,6 +13,9 @@ HALFWAY = 2.0**14.5
 # float32 keeps 24 bits of a product's operands, TF32 and float16 11, bfloat16 8. The nearest of these
 # errs 2^13 more than float32, so halfway is 2^6.5.
 HALFWAY_BITS = 2.0**6.5
+# In 16 bits there is no narrower format to stand halfway to: an accumulator or a softmax that is left in
+# them errs some times more than one in float32, and a right rewrite that rounds at other places up to twice.
+NARROWER = 4.0
 # Below this float64 distance a rounding error does not reach a kink by chance: fewer than 1e8
 # pre-activations, at most about one unit of density each, make less than one flip in a hundred steps.
 NO_KINK_IN_REACH = 1e-10

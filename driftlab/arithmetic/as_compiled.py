@@ -22,7 +22,6 @@ from driftlab.arithmetic.grain import TRIALS, Residual, inputs_near, nature_of, 
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
 from driftlab.arithmetic.quantities import differences, exact_passes, used_outputs
 from driftlab.network.calling import copied
-from driftlab.rounding import HALFWAY_BITS
 
 
 @dataclass
@@ -46,8 +45,15 @@ class Compiled:
                 failed[arithmetic] = str(error)
         if "float32" not in both:
             raise CannotRunError(failed["float32"])
-        found = differences(both, lambda t: t, ("", ""), used_outputs(self.whole), self._exact())
+        found = differences(
+            both, lambda t: t, ("", ""), used_outputs(self.whole), self._exact(), self.whole.precision
+        )
         return Comparison(found, failed, tuple(both))
+
+    @property
+    def own(self) -> str:
+        """The precision in which it runs as it is."""
+        return self.whole.precision.name
 
     @property
     def known(self) -> bool:
@@ -56,7 +62,7 @@ class Compiled:
 
     def narrow(self) -> list[Difference]:
         """What float32 is further from the exact result in than the network as written."""
-        return [d for d in self.comparison.differences if d.lost > HALFWAY_BITS]
+        return [d for d in self.comparison.differences if d.narrow]
 
     def nature(self, difference: Difference, arithmetic: str) -> Nature:
         """Of a difference that it has in this arithmetic, by ``TRIALS`` points nearby."""
@@ -79,7 +85,7 @@ class Compiled:
         here = next((o for o in self.comparison.differences if (o.pass_, o.name) == (d.pass_, d.name)), None)
         if here is None:
             return False
-        return here.excess("float64") > 1 if arithmetic == "float64" else here.lost > HALFWAY_BITS
+        return here.excess("float64") > 1 if arithmetic == "float64" else here.narrow
 
     def _near(self, trial: int) -> Compiled:
         """The same network with its weights and inputs moved by up to ``COARSEST_GRAIN`` of themselves."""

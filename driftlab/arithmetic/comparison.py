@@ -15,7 +15,6 @@ from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
 from driftlab.arithmetic.quantities import differences, exact_passes, used_outputs
 from driftlab.fold.layout import AnyFold
 from driftlab.network.outputs import Outputs
-from driftlab.rounding import HALFWAY_BITS
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Comparison:
             if d.excess("shadow") > 1:
                 return not d.stored_in_float32
             alone = "shadow64" in self.ran and d.excess("shadow64") > 1 and d.excess("float64") > 1
-            return alone and not (self.judged == "float32" and d.by_dtype)
+            return alone and not (self.judged != "float64" and d.by_dtype)
         if self.in_float32_alone:
             return d.nature is Nature.ANOTHER_FUNCTION
         return d.excess("float64") > 1 and d.nature is not Nature.FEWER_BITS
@@ -82,7 +81,7 @@ class Comparison:
 
     def narrow(self) -> list[Difference]:
         """Quantities that the candidate's float32 gets with fewer bits than the reference's."""
-        return self._sorted(d for d in self.differences if d.lost > HALFWAY_BITS and not self._is_wrong(d))
+        return self._sorted(d for d in self.differences if d.narrow and not self._is_wrong(d))
 
     @property
     def float64_not_honoured(self) -> bool:
@@ -145,14 +144,14 @@ def compare(
     truth = None
     if wide == "float32":
         truth = exact_passes(reference, recorded, seed=seed, evaluate=evaluate)
-    found = differences(both, fold, prefixes, used, truth)
+    found = differences(both, fold, prefixes, used, truth, recorded.precision)
     if wide == "float32" and truth is None:
         found = _beside_own_units(found, reference, recorded, both["float32"][0], control)
     if wide != "shadow":
         found = Opaque(reference, candidate, recorded, fold, prefixes, wide, options).with_natures(found)
     if "shadow" in both and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found):
         _try(both, failed, "shadow64", modules, recorded, options)
-        found = differences(both, fold, prefixes, used)
+        found = differences(both, fold, prefixes, used, precision=recorded.precision)
     compared = _compared(found, failed, both, judged)
     if wide == "float32":
         return replace(compared, exact=truth is not None)

@@ -49,7 +49,8 @@ def own_response(
     """
     found = {(d.pass_, d.name): 0.0 for d in differences}
     sizes = {(d.pass_, d.name): d.size for d in differences if d.pass_ == "forward"}
-    chaotic = HALFWAY * UNIT_ROUND_OFF["float32" if arithmetic == "float32" else "float64"]
+    few = recorded.precision.unit_round_off
+    chaotic = HALFWAY * (few if arithmetic == "float32" else UNIT_ROUND_OFF["float64"])
     for copy in range(COPIES):
         unit = torch.Generator().manual_seed(copy)
         try:

@@ -22,10 +22,19 @@ from enum import Enum
 import torch
 from torch import Tensor
 
+from driftlab.precision import FLOAT32, Precision
 from driftlab.rounding import HALFWAY, HALFWAY_BITS, UNIT_ROUND_OFF
 
 # ``side effect``: what a whole network has made of the inputs that it was handed.
 PASSES = ("forward", "input gradient", "weight gradient", "buffer", "eval", "update", "side effect")
+
+
+# The threshold of few bits stands near to 1, so there the mean counts and not the largest: numbers spread
+# evenly over a binade, each rounded to nearest, are off by this share of a unit round-off, as 2-norms.
+ROUNDED_ONCE = (1 / 3) ** 0.5 / (7 / 3) ** 0.5
+# Of fewer numbers two errors of one size may stand 4 apart by chance; of 32, two of which one is twice the
+# other do in 1 of 10^4 cases (F distribution of 32 and 32 degrees).
+FEWEST = 32
 
 
 class Nature(Enum):
@@ -58,6 +67,8 @@ class Difference:
         reshaped: whether the candidate's has another shape.
         less_finite: whether the candidate's has NaN or inf where the reference's has a number.
         nature: what it is if it is beyond rounding, where shadow execution could not say that.
+        precision: in which the two networks ran as they are, which "float32" stands for here.
+        unit: round-off of the dtype that the reference stores it in.
     """
 
     pass_: str
@@ -74,6 +85,8 @@ class Difference:
     reshaped: bool = False
     less_finite: bool = False
     nature: Nature | None = None
+    precision: Precision = FLOAT32
+    unit: float = UNIT_ROUND_OFF["float32"]
 
     def excess(self, arithmetic: str) -> float:
         """The difference as a multiple of what rounding may make of it; above 1 it is no rounding.
@@ -111,7 +124,7 @@ class Difference:
     def shown_otherwise(self, arithmetic: str) -> bool:
         """Whether float32 would have to show the difference in ``arithmetic``, and does not."""
         shown, exact = self.apart.get("float32", math.inf), self.apart.get(arithmetic, 0.0)
-        return self.relative > 2.0**-22 and shown < exact / 8
+        return self.relative > 4 * self.precision.unit_round_off and shown < exact / 8
 
     @property
     def by_dtype(self) -> bool:
@@ -150,7 +163,7 @@ class Difference:
     def float32_units(self) -> float:
         """How far the two are apart in float32, in units of its round-off."""
         apart, size = self.apart.get("float32", 0.0), max(self.size, self.scale)
-        return apart / size / UNIT_ROUND_OFF["float32"] if size else (math.inf if apart else 0.0)
+        return apart / size / self.unit if size else (math.inf if apart else 0.0)
 
     @property
     def lost(self) -> float:
@@ -159,14 +172,25 @@ class Difference:
         return worse / own if worse and own else 0.0
 
     @property
+    def narrow(self) -> bool:
+        """Whether the candidate's float32 loses so much that it is an error of fewer bits."""
+        return self.counts and self.lost > self.precision.narrower
+
+    @property
+    def counts(self) -> bool:
+        """Whether it holds numbers enough for ``lost`` to be held against the threshold of its precision."""
+        return self.precision is FLOAT32 or self.numbers >= FEWEST
+
+    @property
     def expected_error(self) -> float:
         """Of a float32 that loses nothing: the reference's, or what one unit makes of the reference."""
         return max(self._own_error, self.errors.get("control", 0.0))
 
     @property
     def _own_error(self) -> float:
-        """Of the reference's float32, at least one unit round-off."""
-        floor = UNIT_ROUND_OFF["float32"] * max(self.size, self.scale)
+        """Of the reference's float32, at least that of one rounding."""
+        one = self.unit if self.precision is FLOAT32 else ROUNDED_ONCE * self.unit
+        floor = one * max(self.size, self.scale)
         return max(self.errors.get("reference", 0.0), floor)
 
 

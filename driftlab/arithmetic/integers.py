@@ -13,7 +13,7 @@ operands a kernel keeps: 24 in float32, 11 in float16 and TF32, 8 in bfloat16.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class IntegerPair:
             return make(tensor.shape).to(tensor).requires_grad_(tensor.requires_grad)
 
         args, kwargs = each_tensor(integers, (call.args, call.kwargs))
-        return with_gradients(self.mine, Recorded(args, kwargs, call.gradients), lambda t: make(t.shape))
+        return with_gradients(self.mine, replace(call, args=args, kwargs=kwargs), lambda t: make(t.shape))
 
     def exactness(self, call: Recorded, passes: tuple[str, ...] = EXACT_PASSES) -> Exactness | None:
         """None where the reference itself is not exact, or does not run on this call."""

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from driftlab.arithmetic.difference import PASSES, Difference
 from driftlab.arithmetic.local import Local
-from driftlab.rounding import HALFWAY_BITS
 
 
 def layers(local: Local, accused: Collection[str] = ()) -> list[dict]:
@@ -62,7 +61,9 @@ def _worst(found: list[Difference]) -> dict[str, float | None]:
     return {
         "float32": _digits(_relative(worst, worst.apart["float32"])),
         "exact": _digits(_relative(worst, worst.apart[exact])) if exact else None,
-        "float32_explained": _digits(_relative(worst, HALFWAY_BITS * (worst.expected_error or math.inf)))
+        "float32_explained": _digits(
+            _relative(worst, worst.precision.narrower * (worst.expected_error or math.inf))
+        )
         if exact
         else None,
         "exact_explained": _digits(_relative(worst, _explained(worst, exact))) if exact else None,

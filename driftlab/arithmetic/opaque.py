@@ -45,7 +45,7 @@ class Opaque:
     def _beyond(self, d: Difference) -> bool:
         if d.overflows or d.immeasurable:
             return False
-        return d.lost > HALFWAY_BITS if self.arithmetic == "float32" else d.excess(self.arithmetic) > 1
+        return d.narrow if self.arithmetic == "float32" else d.excess(self.arithmetic) > 1
 
     def _natures(self, asked: list[Key]) -> dict[Key, Nature]:
         """Empty where nothing can be moved, or where what is moved does not run."""

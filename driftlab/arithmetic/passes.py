@@ -9,7 +9,7 @@ stays.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -27,9 +27,10 @@ from driftlab.blame import AboutThePair, described, not_ours, theirs
 from driftlab.fold.layout import gradient_of
 from driftlab.network.calling import cast, copied, each_tensor, evaluation_mode, seed_random_layers
 from driftlab.network.compiled import eager
-from driftlab.network.loss import loss_in, one_number, own_loss
+from driftlab.network.loss import loss_in, loss_of, one_number
 from driftlab.network.outputs import Outputs
 from driftlab.network.pair import Pair
+from driftlab.precision import FLOAT32, Precision
 from driftlab.words import DiagnoseError
 
 
@@ -47,11 +48,22 @@ class Recorded:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     loss: Callable[[nn.Module, object, str], Tensor] | None = None
     call: Callable[[nn.Module, tuple, dict], object] = lambda module, args, kwargs: module(*args, **kwargs)
+    precision: Precision = FLOAT32
+
+    def called(self, module: nn.Module, given: tuple[tuple, dict], arithmetic: str = "float32") -> object:
+        """What ``module`` makes of these arguments, in the precision it is to run in."""
+        with nullcontext() if arithmetic.endswith("64") else self.precision.forward(module):
+            return self.call(module, *given)
+
+    def measured(self, network: nn.Module, outputs: object, arithmetic: str) -> Tensor:
+        """The loss, of a whole network that has one, likewise."""
+        with nullcontext() if arithmetic.endswith("64") else self.precision.forward(network):
+            return self.loss(network, outputs, arithmetic)
 
     def send_back(self, network: nn.Module, outputs: object, arithmetic: str) -> None:
         """The gradient of the loss, where there is one."""
         if self.loss is not None:
-            self.loss(network, outputs, arithmetic).backward()
+            self.measured(network, outputs, arithmetic).backward()
 
 
 @dataclass
@@ -66,11 +78,13 @@ class Passes:
     Attributes:
         spare: outputs that stand for none of the reference's.
         carried: outputs that the loss depends on, by a gradient that is not zero. Of float32 alone.
+        dtypes: as ``tensors``, of what came out as it was.
     """
 
     tensors: dict[str, dict[str, Tensor]]
     spare: set[str] = field(default_factory=set)
     carried: set[str] = field(default_factory=set)
+    dtypes: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)
 
 
 class CannotRunError(AboutThePair, RuntimeError):
@@ -133,15 +147,17 @@ def run(
         said = str(error) if isinstance(error, DiagnoseError) else described(error, 200)
         raise CannotRunError(said) from error
     plain = {pass_: {n: _plain(t) for n, t in tensors.items()} for pass_, tensors in found.items()}
-    return Passes(plain, named.spare, named.carried)
+    dtypes = {pass_: {n: t.dtype for n, t in tensors.items()} for pass_, tensors in found.items()}
+    return Passes(plain, named.spare, named.carried, dtypes)
 
 
 def _moved(twin: nn.Module, recorded: Recorded, arithmetic: str, unit: torch.Generator) -> Recorded:
     """The weights of ``twin`` in place, and the inputs as values of the arithmetic."""
+    few = recorded.precision.computes_in
 
     def move(tensor: Tensor) -> Tensor:
         values = tensor.held if isinstance(tensor, Shadow) else tensor.data
-        values.copy_(unless_zero(values, unit))
+        values.copy_(unless_zero(values, unit, None if arithmetic != "float32" else few))
         return tensor
 
     def moved(tensor: Tensor) -> Tensor:
@@ -183,13 +199,13 @@ def _training_pass(
     args, kwargs = fresh_inputs(recorded, arithmetic, leaves)
     seed_random_layers(seed)
     given = own_copies((args, kwargs))
-    outputs = recorded.call(twin, *given)
+    outputs = recorded.called(twin, given, arithmetic)
     by_name = named.of(outputs, "forward")
     found = {"forward": _own(by_name), "side effect": _left(given, recorded, "training")}
     if recorded.loss is not None:
         if arithmetic == "float32":
             named.watch(by_name)
-        loss = recorded.loss(twin, outputs, arithmetic)
+        loss = recorded.measured(twin, outputs, arithmetic)
         found["forward"][LOSS] = loss.detach()
         loss.backward()
     else:
@@ -206,7 +222,9 @@ def _eval_pass(
     given = fresh_inputs(recorded, arithmetic, [])
     seed_random_layers(seed)
     with evaluation_mode(twin):
-        return _own(named.of(recorded.call(twin, *given), "eval")), _left(given, recorded, "eval")
+        return _own(named.of(recorded.called(twin, given, arithmetic), "eval")), _left(
+            given, recorded, "eval"
+        )
 
 
 def _left(given: tuple[tuple, dict], recorded: Recorded, mode: str) -> dict[str, Tensor]:
@@ -228,7 +246,7 @@ def _updated_pass(
     theirs(optimizer, twin).step()
     given = own_copies(fresh_inputs(recorded, arithmetic, []))
     seed_random_layers(seed)
-    return _own(named.of(recorded.call(twin, *given), "update"))
+    return _own(named.of(recorded.called(twin, given, arithmetic), "update"))
 
 
 def fresh_inputs(recorded: Recorded, arithmetic: str, leaves: list[Tensor]) -> tuple[tuple, dict]:
@@ -291,7 +309,9 @@ def _plain(tensor: Tensor) -> Tensor:
     return held(tensor).detach().double()
 
 
-def whole_network(call: Callable, loss: Callable, inputs: object, targets: object) -> Recorded:
+def whole_network(
+    call: Callable, loss: Callable, inputs: object, targets: object, precision: Precision = FLOAT32
+) -> Recorded:
     """What a whole network is given: one batch and its loss, where the network has none of its own."""
 
     def measured(network: nn.Module, outputs: object, arithmetic: str) -> Tensor:
@@ -300,14 +320,21 @@ def whole_network(call: Callable, loss: Callable, inputs: object, targets: objec
             return shadow(of) if arithmetic.startswith("shadow") else of
 
         with _disable_current_modes():
-            own = loss_in(own_loss(network) or loss, lambda module: in_arithmetic(module, arithmetic), values)
+            own = loss_in(loss_of(network, loss), lambda module: in_arithmetic(module, arithmetic), values)
         return one_number(theirs(own, outputs, values(targets)))
 
-    return Recorded((inputs,), loss=measured, call=lambda module, args, _: call(module, args[0]))
+    by = {"call": lambda module, args, _: call(module, args[0]), "precision": precision}
+    return Recorded((inputs,), loss=measured, **by)
 
 
 def on_batch(pair: Pair, batch: tuple[object, object]) -> Recorded:
     """What both networks are given; without a loss nothing is sent back."""
     if pair.loss is None:
-        return Recorded((batch[0],), call=lambda module, args, _: pair.call(module, args[0]))
-    return whole_network(pair.call, pair.loss, *batch)
+        return forward_alone(pair, batch[0])
+    return whole_network(pair.call, pair.loss, *batch, pair.precision)
+
+
+def forward_alone(pair: Pair, inputs: object) -> Recorded:
+    """The inputs of a batch, for which nothing is sent back."""
+    by = {"call": lambda module, args, _: pair.call(module, args[0]), "precision": pair.precision}
+    return Recorded((inputs,), **by)

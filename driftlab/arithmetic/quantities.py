@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from driftlab.arithmetic.difference import PASSES, Difference, distance, finite_norm, same_values
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
 from driftlab.fold.layout import AnyFold
+from driftlab.precision import FLOAT32, Precision
+from driftlab.rounding import UNIT_ROUND_OFF
 
 
 def differences(
@@ -18,6 +21,7 @@ def differences(
     prefixes: tuple[str, str],
     used: set[str] | None,
     exact: Passes | None = None,
+    precision: Precision = FLOAT32,
 ) -> list[Difference]:
     """All quantities of two modules.
 
@@ -25,6 +29,7 @@ def differences(
         both: arithmetic -> the passes of both in it.
         used: the outputs that count, all where None.
         exact: the truth, where it is none of ``both``.
+        precision: in which both ran as they are.
     """
     read = {
         a: tuple(by_reference_names(p, fold, prefixes, i) for i, p in enumerate(pair))
@@ -34,8 +39,10 @@ def differences(
     truth = by_reference_names(exact, fold, prefixes, 0) if exact else truth
     known = exact is not None or len(read) > 1
     found = [
-        _difference(
-            pass_, name, tensor, {a: (pair[0][pass_], pair[1][pass_]) for a, pair in read.items()}, known
+        replace(
+            _difference(pass_, name, tensor, _of_pass(read, pass_), known),
+            precision=precision,
+            unit=_unit(both, pass_, name.removeprefix(prefixes[0] and f"{prefixes[0]}."), precision),
         )
         for pass_ in PASSES
         for name, tensor in truth.get(pass_, {}).items()
@@ -44,6 +51,17 @@ def differences(
     ]
     largest = max((d.size for d in found if d.pass_ == "weight gradient"), default=0.0)
     return [replace(d, scale=largest) if d.pass_ == "weight gradient" else d for d in found]
+
+
+def _of_pass(read: dict, pass_: str) -> dict:
+    return {a: (mine[pass_], theirs[pass_]) for a, (mine, theirs) in read.items()}
+
+
+def _unit(both: dict, pass_: str, name: str, precision: Precision) -> float:
+    """The unit round-off of what the reference stores the quantity in; under autocast that differs."""
+    own = both["float32"][0].dtypes.get(pass_, {}).get(name) if "float32" in both else None
+    own = own if own is not None and own.is_floating_point else precision.dtype
+    return max(torch.finfo(own).eps / 2, UNIT_ROUND_OFF["float32"])
 
 
 def _difference(pass_: str, name: str, truth: Tensor, pairs: dict, known: bool) -> Difference:

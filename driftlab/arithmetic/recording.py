@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from driftlab.arithmetic.passes import Recorded, own_inputs
 from driftlab.network.calling import copied, each_tensor, in_list, named_leaves, seed_random_layers
+from driftlab.precision import Precision
 
 # A module that is called again and again (a recurrent cell) is looked at at its first calls and its last.
 FIRST_CALLS = 2
@@ -19,9 +20,9 @@ def record(network: nn.Module, whole: Recorded, seed: int = 0) -> dict[str, list
     network, calls, order = copied(network), {}, []
     for name, module in network.named_modules():
         if name and not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-            _watch(module, name, calls, order)
+            _watch(module, name, calls, order, whole.precision)
     seed_random_layers(seed)
-    whole.send_back(network, whole.call(network, *own_inputs(whole)), "float32")
+    whole.send_back(network, whole.called(network, own_inputs(whole)), "float32")
     return {name: calls[name] for name in order if calls[name]}
 
 
@@ -42,17 +43,24 @@ def in_sequence(calls: list[Recorded]) -> Recorded:
         for number, one in enumerate(calls)
         for name, gradient in one.gradients.items()
     }
-    return Recorded(tuple((c.args, c.kwargs) for c in calls), gradients=gradients, call=call)
+    given = tuple((c.args, c.kwargs) for c in calls)
+    return Recorded(given, gradients=gradients, call=call, precision=calls[0].precision)
 
 
-def _watch(module: nn.Module, name: str, calls: dict[str, list[Recorded]], order: list[str]) -> None:
+def _watch(
+    module: nn.Module,
+    name: str,
+    calls: dict[str, list[Recorded]],
+    order: list[str],
+    precision: Precision,
+) -> None:
     open_calls: list[Recorded] = []
 
     def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
         if name not in calls:
             calls[name] = []
             order.append(name)
-        open_calls.append(Recorded(_kept(args), _kept(kwargs)))
+        open_calls.append(Recorded(_kept(args), _kept(kwargs), precision=precision))
 
     def after(_: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
         call = open_calls.pop()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
-from driftlab.arithmetic.passes import Passes, Recorded, run
+from driftlab.arithmetic.passes import Passes, forward_alone, run
 from driftlab.blame import theirs
 from driftlab.network.calling import named_leaves
 from driftlab.network.outputs import Outputs
@@ -57,7 +57,7 @@ def returned(pair: Pair, inputs: object) -> tuple[Passes, Passes]:
         CannotRunError: one of the two does not run.
         DiagnoseError: there is no output of a name that was given by hand.
     """
-    call = Recorded((inputs,), call=lambda module, args, _: pair.call(module, args[0]))
+    call = forward_alone(pair, inputs)
     mine, other = (run(m, call, "float32", pair.seed) for m in (pair.reference, pair.candidate))
     pair.outputs.check(other.tensors["forward"], mine.tensors["forward"])
     return mine, other

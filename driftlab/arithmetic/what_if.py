@@ -101,7 +101,7 @@ def _trials(seen: Counter[str]) -> Iterator[tuple[Alteration, int | None]]:
 def _result(a: Accused, mode: _Altered) -> Tensor | None:
     call = a.call
     if a.difference.name != LOSS:  # then without a backward pass
-        call = Recorded(call.args, call.kwargs, call=call.call)
+        call = replace(call, gradients={}, loss=None)
     try:
         with eager(), mode:
             return a.quantity(run(a.reference, call, a.arithmetic, a.seed, a.difference.pass_ == "eval"))

@@ -37,7 +37,7 @@ from driftlab.network.calling import (
     step_seed,
     whole,
 )
-from driftlab.network.loss import Loss, loss_in, one_number, own_loss
+from driftlab.network.loss import Loss, loss_in, loss_of, one_number
 from driftlab.network.outputs import Outputs
 
 Row = dict[str, float]
@@ -197,7 +197,7 @@ class Lockstep:
 
 def _loss_of(arm: Arm, loss: Loss) -> Loss:
     """What the arm is trained on, in its dtype."""
-    loss, dtype = own_loss(arm.module) or loss, DTYPES[arm.dtype]
+    loss, dtype = loss_of(arm.module, loss), DTYPES[arm.dtype]
     return loss_in(loss, lambda module: copied(module).to(dtype), lambda held: cast(held, dtype))
 
 

@@ -57,6 +57,12 @@ def own_loss(network: nn.Module) -> Loss | None:
     return network.__dict__.get(_OWN, [None])[0]
 
 
+def loss_of(network: nn.Module, loss: Loss) -> Loss:
+    """The loss that ``network`` carries, else ``loss``."""
+    own = own_loss(network)
+    return loss if own is None else own
+
+
 def one_number(loss: object) -> Tensor:
     """What a loss returned, as a scalar. Raises DiagnoseError where it is none that could be trained on."""
     if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():

@@ -18,6 +18,7 @@ from driftlab.fold.unfold import floating_tensors
 from driftlab.network.calling import Call, copied, whole
 from driftlab.network.modules import paired_modules
 from driftlab.network.outputs import Outputs
+from driftlab.precision import FLOAT32, Precision, precision_of
 from driftlab.process import REWRITE, changed_by, noticed
 from driftlab.process.flags import Change
 from driftlab.refusing import told
@@ -28,13 +29,14 @@ Rewrite = Callable[[nn.Module], nn.Module]
 
 @dataclass
 class Pair:
-    """Reference and candidate, in float32, from the same start.
+    """Reference and candidate, in the dtype of their precision, from the same start.
 
     Attributes:
         loss: of outputs and targets; None of a pair that is not to be trained.
         optimizer, candidate_optimizer: make the optimizer of a module.
         call: how a network takes its inputs.
-        judged: "float64" of networks that were handed over in it, else "float32".
+        precision: in which the two run as they are.
+        judged: "float64" of networks that were handed over in it, else the precision's name.
         outputs: which output of the candidate stands for which of the reference's.
         scheduler: makes the learning-rate scheduler of an optimizer, where there is one.
         clip: bounds the gradients of a module before each update, where it does.
@@ -53,6 +55,7 @@ class Pair:
     call: Call = whole
     seed: int = 0
     judged: str = "float32"
+    precision: Precision = FLOAT32
     outputs: Outputs = field(default_factory=Outputs)
     scheduler: Callable[[Optimizer], LRScheduler | None] | None = None
     clip: Callable[[nn.Module], object] | None = None
@@ -129,9 +132,16 @@ def without_gradients(module: nn.Module) -> nn.Module:
 
 
 def the_pair(
-    reference: nn.Module, candidate: nn.Module | Rewrite, fold: Callable | None
+    reference: nn.Module,
+    candidate: nn.Module | Rewrite,
+    fold: Callable | None,
+    precision: Precision = FLOAT32,
 ) -> tuple[nn.Module, nn.Module, Fold]:
-    """Copies of both in float32, and the fold between them. Raises DiagnoseError where there are not two."""
+    """Copies of both in the precision's dtype, and the fold between them.
+
+    Raises:
+        DiagnoseError: there are not two.
+    """
     if not isinstance(reference, nn.Module):
         raise DiagnoseError(f"reference is a {type(reference).__name__}: give a torch.nn.Module")
     if fold is not None and not callable(fold):
@@ -141,15 +151,15 @@ def the_pair(
         )
     _check_weights("reference", reference)
     with noticed(REWRITE):
-        return _the_pair(copied(reference), candidate, fold)
+        return _the_pair(copied(reference), candidate, fold, precision.dtype)
 
 
 def _the_pair(
-    reference: nn.Module, candidate: nn.Module | Rewrite, fold: Callable | None
+    reference: nn.Module, candidate: nn.Module | Rewrite, fold: Callable | None, dtype: torch.dtype
 ) -> tuple[nn.Module, nn.Module, Fold]:
     candidate, rewrite = _candidate(reference, candidate)
-    if _dtype(reference) != torch.float32:  # both dtypes are looked at anyway, from the same weights
-        reference, candidate = reference.float(), candidate.float()
+    if dtype_of(reference) != dtype:  # float64 is looked at anyway, from the same weights
+        reference, candidate = reference.to(dtype), candidate.to(dtype)
     if fold is not None:
         candidate.fold = fold
     try:
@@ -158,13 +168,19 @@ def _the_pair(
         raise DiagnoseError(str(error)) from None
 
 
-def _dtype(network: nn.Module) -> torch.dtype:
+def dtype_of(network: nn.Module) -> torch.dtype:
+    """Of its first floating parameter."""
     return next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
 
 
-def judged_in(reference: nn.Module) -> str:
-    """The dtype in which a pair is judged, of a reference as it was handed over."""
-    return "float64" if _dtype(reference) == torch.float64 else "float32"
+def precision_in(name: object, reference: object) -> Precision:
+    """The precision of this name; where it is None that of the reference's weights. Raises DiagnoseError."""
+    return precision_of(name, dtype_of(reference) if isinstance(reference, nn.Module) else torch.float32)
+
+
+def judged_in(reference: nn.Module, precision: Precision = FLOAT32) -> str:
+    """What a pair is judged in, of a reference as it was handed over."""
+    return "float64" if dtype_of(reference) == torch.float64 else precision.name
 
 
 def _check_weights(role: str, network: nn.Module) -> None:

@@ -59,9 +59,12 @@ def _same(compiled: Compiled, role: str, wrong: list[Difference]) -> Finding:
     else:
         says, supports = f"it does: its error is at most {worst:.2g} times that as written", Verdict.ROUND_OFF
     if wrong:
-        says += f"; in float64 alone it is {wrong[0].relative:.2g} (relative) off, which float32 never shows"
+        says += (
+            f"; in float64 alone it is {wrong[0].relative:.2g} (relative) off, which {compiled.own} never "
+        )
+        says += "shows"
     elif "float64" in comparison.failed:
-        says += f"; in float32 alone, since in float64 it raises {comparison.failed['float64']}"
+        says += f"; in {compiled.own} alone, since in float64 it raises {comparison.failed['float64']}"
     return PROBE.finding(worst, supports, says, role=f"the {role}")
 
 
@@ -69,10 +72,11 @@ def _unknown(compiled: Compiled, role: str) -> Finding:
     """There is no exact result, so that float32 as written is all that there is to hold it against."""
     worst = max(compiled.comparison.differences, key=lambda d: d.float32_units, default=None)
     units = worst.float32_units if worst else 0.0
-    if units <= HALFWAY_BITS:
+    if units <= compiled.whole.precision.narrower:
         supports = Verdict.BIT_IDENTICAL if compiled.comparison.same_bits else Verdict.ROUND_OFF
-        return PROBE.finding(units, supports, f"it does, to {units:.2g} units of float32", role=f"the {role}")
-    says = f"{units:.2g} units of float32 off, and without an exact result nobody can say which is right"
+        says = f"it does, to {units:.2g} units of {compiled.own}"
+        return PROBE.finding(units, supports, says, role=f"the {role}")
+    says = f"{units:.2g} units of {compiled.own} off; without an exact result nobody can say which is right"
     return PROBE.finding(units, None, says, status=Status.REFUSED, role=f"the {role}")
 
 
@@ -89,10 +93,11 @@ def _accused(
         says = f"{off}; a small move of the inputs changes so much that fewer bits and a fault look alike"
         return PROBE.finding(lost, None, says, place, role=f"the {role}")
     if nature is Nature.FEWER_BITS:
-        bits = max(1.0, 24 - math.log2(max(lost, 1.0)))
-        says = f"{off}, with the grain of a rounding: about {bits:.0f} bits instead of 24"
+        bits = max(1.0, d.precision.bits - math.log2(max(lost, 1.0)))
+        says = f"{off}, with the grain of a rounding: about {bits:.0f} bits instead of {d.precision.bits}"
         return PROBE.finding(lost, Verdict.REDUCED_PRECISION, says, place, role=f"the {role}")
-    says = f"{off}, in {arithmetic}, and as far off nearby: another function"
+    shown = d.precision.name if arithmetic == "float32" else arithmetic
+    says = f"{off}, in {shown}, and as far off nearby: another function"
     if arithmetic == "float64":
         excess = min(d.excess("float64"), BEYOND) * HALFWAY
         return PROBE.finding(excess, Verdict.BUG, says, place, threshold=HALFWAY, role=f"the {role}")

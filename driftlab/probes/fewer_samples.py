@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from driftlab.arithmetic.passes import CannotRunError
+from driftlab.arithmetic.passes import CannotRunError, on_batch
 from driftlab.arithmetic.sizes import fewer_samples
 from driftlab.blame import not_ours
 from driftlab.network.calling import evaluation_mode, named_leaves
@@ -64,7 +64,7 @@ def _refused(found: Examination, batch: tuple[object, object], size: int, error:
     for network in (pair.reference, pair.candidate):
         try:
             with evaluation_mode(network):
-                seen.append(named_leaves(pair.call(network, batch[0])))
+                seen.append(named_leaves(on_batch(pair, batch).called(network, ((batch[0],), {}))))
         except Exception as raised:  # whatever a stranger's forward raises: it refuses this size
             not_ours(raised)
             break

@@ -19,7 +19,7 @@ from driftlab.probes.examination import Examination
 from driftlab.probes.placing import owner, placed
 from driftlab.probes.probe import Probe
 from driftlab.probes.random_streams import drawn_otherwise
-from driftlab.rounding import BEYOND, HALFWAY, HALFWAY_BITS
+from driftlab.rounding import BEYOND, HALFWAY
 from driftlab.words import FEWER_SAMPLES, FUNCTION, Finding, Place, Verdict
 
 # A parameter without a gradient (a bias that the next norm takes away) is not missed.
@@ -65,7 +65,7 @@ def ask(found: Examination) -> Iterator[Finding]:
 
 def _excess_of(difference: Difference, network: Comparison) -> float:
     if network.in_float32_alone:
-        return difference.lost / HALFWAY_BITS
+        return difference.lost / difference.precision.narrower
     return difference.excess("shadow" if "shadow" in network.ran else "float64")
 
 
@@ -76,7 +76,11 @@ def _same(found: Examination, network: Comparison, why: str = "") -> Finding:
     if network.in_float32_alone and not network.same_bits:
         return _in_float32_alone(network)
     worst = max((_excess_of(d, network) for d in network.differences), default=0.0) * HALFWAY
-    how = "their float32 path computed in float64" if "shadow" in network.ran else "float64"
+    how = (
+        f"their {found.pair.precision.name} path computed in float64"
+        if "shadow" in network.ran
+        else "float64"
+    )
     says = (
         "they do, bit for bit"
         if network.same_bits
@@ -106,18 +110,20 @@ def _in_float32_alone(network: Comparison) -> Finding:
     """
     worst = max(network.differences, key=lambda d: d.lost)
     beside = "the reference's own error" if network.exact else "what one unit in the last place makes of it"
-    says = f"float32 alone runs ({next(iter(network.failed.values()))}); there the {worst.pass_} is "
+    why, own = next(iter(network.failed.values())), worst.precision
+    says = f"{own.name} alone runs ({why}); there the {worst.pass_} is "
     says += f"{worst.lost:.2g} times {beside} from the reference's"
-    if worst.lost <= HALFWAY_BITS:
+    threshold = own.narrower
+    if worst.lost <= threshold:
         says += ": a smaller fault is not seen"
-        return PROBE.finding(worst.lost, Verdict.ROUND_OFF, says, threshold=HALFWAY_BITS)
+        return PROBE.finding(worst.lost, Verdict.ROUND_OFF, says, threshold=threshold)
     if all(d.nature is Nature.FEWER_BITS for d in network.narrow()):
         says += ", with the grain of a rounding: fewer bits"
-        return PROBE.finding(worst.lost, Verdict.ROUND_OFF, says, threshold=HALFWAY_BITS)
+        return PROBE.finding(worst.lost, Verdict.ROUND_OFF, says, threshold=threshold)
     if network.exact:
-        return PROBE.finding(worst.lost, None, says, threshold=HALFWAY_BITS)
+        return PROBE.finding(worst.lost, None, says, threshold=threshold)
     says += ": fewer bits, or another function; a reference that runs in float64 as well would tell"
-    return PROBE.finding(worst.lost, Verdict.INCONCLUSIVE, says, threshold=HALFWAY_BITS)
+    return PROBE.finding(worst.lost, Verdict.INCONCLUSIVE, says, threshold=threshold)
 
 
 def _chaotic(found: Examination, d: Difference) -> Finding:
@@ -154,15 +160,16 @@ def _wrong(difference: Difference, network: Comparison) -> str:
         return f"{{place}}{named}: the candidate's is not finite where the reference's is"
     if difference.immeasurable:
         return f"{{place}}{named}: where one of the two holds NaN or inf, the other holds something else"
+    own = difference.precision.name
     if difference.overflows:
-        return f"{{place}}{named}: the candidate's float32 is not finite where the reference's is"
+        return f"{{place}}{named}: the candidate's {own} is not finite where the reference's is"
     if network.in_float32_alone:
-        off = f"fed the reference's exact inputs it is {difference.relative:.2g} (relative) off in float32"
+        off = f"fed the reference's exact inputs it is {difference.relative:.2g} (relative) off in {own}"
         return f"{{place}}{named}: {off}, in which alone it runs, and as far off nearby: another function"
     how = "with the rounding taken away" if "shadow" in network.ran else "in float64"
     off = f"{difference.relative:.2g} (relative) off"
     if "shadow64" in network.ran and difference.excess("shadow") <= 1:
-        how = "with the rounding taken away in float64, and not in float32"
+        how = f"with the rounding taken away in float64, and not in {own}"
         off = f"{difference.relative_in('shadow64'):.2g} (relative) off"
     return (
         f"{{place}}{named}: fed the reference's exact inputs it is {off} {how}, where rounding would be gone"

@@ -8,7 +8,7 @@ values gives |W| * |x|, one over ones gives K; their backward passes give the sa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from driftlab.arithmetic.local import Local
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
 from driftlab.network.calling import copied, each_tensor
+from driftlab.precision import FLOAT32
 from driftlab.probes.examination import Examination
 from driftlab.probes.probe import Probe
 from driftlab.rounding import UNIT_ROUND_OFF
@@ -102,7 +103,7 @@ def _mapped(call: Recorded, change) -> Recorded:
 
     args, kwargs = each_tensor(changed, (call.args, call.kwargs))
     gradients = {n: None if g is None else change(g) for n, g in call.gradients.items()}
-    return Recorded(args, kwargs, gradients)
+    return replace(call, args=args, kwargs=kwargs, gradients=gradients)
 
 
 def ask(found: Examination) -> Iterator[Finding]:
@@ -111,6 +112,9 @@ def ask(found: Examination) -> Iterator[Finding]:
     It supports no verdict: an algorithm may be less accurate than a plain sum (Winograd, FFT) and right, or
     keep fewer bits; which of them, ``precision`` says.
     """
+    if found.pair.precision is not FLOAT32:
+        yield PROBE.not_applicable("the bound is that of sums in float32")
+        return
     local = found.local
     sums = [n for n in local.rewritten() if isinstance(local.pair(n)[0], SUMS_OF_PRODUCTS)]
     bounds = [(b, name) for name in sums if _agrees(local, name) for b in _bounds(local, name)]

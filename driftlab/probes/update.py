@@ -64,7 +64,7 @@ def wrong_update(pair: Pair, steps: int, in_shadow: bool = False) -> Update | No
         in_shadow: the float32 path of both optimizers, computed in float64: what is left is no rounding.
     """
     mine, theirs, fold = copied(pair.reference), copied(pair.candidate), pair.fold
-    mine, theirs = (m.float() if in_shadow else m.double() for m in (mine, theirs))
+    mine, theirs = (m.to(pair.precision.dtype if in_shadow else torch.float64) for m in (mine, theirs))
     generator = torch.Generator().manual_seed(pair.seed)
     _leave_zero(mine, theirs, fold, generator)
     if in_shadow:

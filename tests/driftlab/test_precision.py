@@ -1,0 +1,155 @@
+"""``assert_equivalent(precision=)``: right rewrites pass without a tolerance, faults below it do not."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from driftlab import DiagnoseError, assert_equivalent
+from driftlab.arithmetic.units import unless_zero
+from driftlab.precision import PRECISIONS
+
+FEW_BITS = [name for name in PRECISIONS if name not in ("float64", "float32")]
+WIDTH = 64
+
+
+class RootMeanSquare(nn.Module):
+    """[B, C] -> [B, C], scaled to a root mean square of 1, in float32 as kernels do it."""
+
+    def __init__(self, eps=1e-6):
+        super().__init__()
+        self.weight, self.eps, self.factor = nn.Parameter(torch.rand(WIDTH) + 0.5), eps, 1.0
+
+    def forward(self, x):
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return wide.to(x.dtype) * self.weight * self.factor
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = RootMeanSquare(), nn.Linear(WIDTH, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Halves(nn.Module):
+    """A linear layer in two along its outputs."""
+
+    def __init__(self, whole):
+        super().__init__()
+        size = whole.out_features // 2
+        self.one, self.other = (nn.Linear(whole.in_features, size).to(whole.weight.dtype) for _ in range(2))
+        with torch.no_grad():
+            for part, weight, bias in zip(
+                (self.one, self.other), whole.weight.split(size), whole.bias.split(size), strict=True
+            ):
+                part.weight.copy_(weight)
+                part.bias.copy_(bias)
+
+    def forward(self, x):
+        return torch.cat([self.one(x), self.other(x)], -1)
+
+
+class Loop(nn.Module):
+    """A linear layer that adds up its inputs one by one, in the dtype of its output."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.weight, self.bias = whole.weight, whole.bias
+
+    def forward(self, x):
+        few = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        x, weight = x.to(few), self.weight.to(few)
+        total = self.bias.to(few).expand(len(x), -1)
+        for i in range(x.shape[1]):
+            total = total + x[:, i, None] * weight[:, i]
+        return total
+
+
+def with_factor(model, factor):
+    model.norm.factor = factor
+    return model
+
+
+def halved(model):
+    model.up = Halves(model.up)
+    return model
+
+
+def wrong_backward(model):
+    model.up.register_forward_hook(lambda _, __, out: out * 0.5 + (out * 0.5).detach())
+    return model
+
+
+@pytest.fixture
+def block():
+    torch.manual_seed(0)
+    return Block()
+
+
+def batch(rows=32):
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("precision", FEW_BITS)
+def test_a_right_rewrite_passes(block, precision):
+    before = copy.deepcopy(block.state_dict())
+    assert_equivalent(block, halved, batch(), precision=precision)
+    assert all(torch.equal(t, before[n]) and t.dtype == torch.float32 for n, t in block.state_dict().items())
+
+
+@pytest.mark.parametrize("precision", FEW_BITS)
+@pytest.mark.parametrize("off", [1e-1, 1e-3, 1e-5])
+def test_a_factor_far_below_rounding_is_named(block, precision, off):
+    with pytest.raises(AssertionError, match="the forward of norm"):
+        assert_equivalent(block, lambda model: with_factor(model, 1 + off), batch(), precision=precision)
+
+
+@pytest.mark.parametrize("precision", FEW_BITS)
+def test_half_of_a_gradient_is_missed(block, precision):
+    with pytest.raises(AssertionError, match="not the same function"):
+        assert_equivalent(block, wrong_backward, batch(), precision=precision)
+
+
+@pytest.mark.parametrize("precision", FEW_BITS)
+def test_a_sum_kept_in_few_bits(precision):
+    torch.manual_seed(0)
+    long = nn.Linear(256, 16)
+    inputs = torch.randn(16, 256, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(AssertionError, match="fewer bits than the reference") as raised:
+        assert_equivalent(long, Loop, inputs, precision=precision)
+    assert f"keeps in {precision}" in str(raised.value)
+    assert_equivalent(Loop(long), lambda model: long, inputs, precision=precision)  # more exact is not wrong
+
+
+def test_a_network_in_bfloat16_stays_what_it_is(block):
+    seen = []
+    block.up.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    assert_equivalent(block.bfloat16(), halved, batch())
+    assert torch.bfloat16 in seen
+    assert torch.float32 not in seen
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float64", 16, ["bf16-mixed"]])
+def test_what_is_no_precision_is_one_line(block, precision):
+    with pytest.raises(DiagnoseError, match="give one of float32, bf16-mixed, 16-mixed") as raised:
+        assert_equivalent(block, halved, batch(), precision=precision)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("few", [torch.bfloat16, torch.float16])
+def test_a_move_by_one_unit_is_one_of_what_is_computed_with(few):
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    values[::10] = 0
+    moved = unless_zero(values, torch.Generator().manual_seed(0), few)
+    before, after = values.to(few), moved.to(few)
+    assert torch.equal(moved[::10], values[::10])
+    numbers = before != 0
+    up, down = (torch.nextafter(before, torch.full_like(before, s * torch.inf)) for s in (1, -1))
+    assert bool(((after == up) | (after == down))[numbers].all())
+    assert moved.dtype == torch.float32
