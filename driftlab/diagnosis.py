@@ -35,6 +35,7 @@ from driftlab.network.lightning_module import as_network, is_lightning
 from driftlab.network.loss import Loss, loss_in
 from driftlab.network.otherwise import accumulating, gathered, is_trained_on, takes
 from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
+from driftlab.precision import FLOAT32, Precision, trained_in
 from driftlab.probes import every_probe
 from driftlab.probes.examination import Examination, examine
 from driftlab.probes.function import ask as ask_function
@@ -137,6 +138,7 @@ def diagnose(
     accumulate: int = 1,
     candidate_inputs: Callable[[Any], object] | None = None,
     candidate_loss: Callable[[Any, Any], Tensor] | None = None,
+    precision: str | None = None,
 ) -> Diagnosis:
     """Say whether ``candidate`` computes and trains as ``reference`` does, and if not, where it departs.
 
@@ -178,6 +180,8 @@ def diagnose(
             something else (another layout, no mask); as the reference where None.
         candidate_loss: ``candidate_loss(outputs, targets)``, where the candidate is trained on another one (a
             fused cross-entropy on hidden states); ``loss`` where None.
+        precision: "bf16-mixed" or "16-mixed" where the two run under ``torch.autocast``: the probes then ask
+            of the code as it runs there. The lockstep window stays in float32 and float64.
 
     A LightningModule is taken with its own ``training_step`` and ``configure_optimizers``, on the batches of
     its DataLoader as they come, where neither ``loss`` nor an optimizer is given; ``candidate`` then makes
@@ -198,6 +202,7 @@ def diagnose(
             reference, candidate, loss = own.reference, own.candidate, own.loss
             batches, scheduler = own.batches(batches), scheduler or own.scheduler
             of_module = by = stepping("configure_optimizers", own.optimizer)
+        run_in = trained_in(precision)
         both = the_pair(reference, candidate, fold)
         if not isinstance(trains, bool):
             raise DiagnoseError(f"trains is a {type(trains).__name__}: give True or False")
@@ -211,7 +216,8 @@ def diagnose(
             loss,
             (of_module, by),
             seed,
-            judged=judged_in(reference),
+            judged=judged_in(reference, run_in),
+            precision=run_in,
             outputs=outputs,
             scheduler=moved_by(scheduler),
             clip=clipped_by(clip),
@@ -264,6 +270,7 @@ def made_pair(
     seed: int,
     *,
     judged: str,
+    precision: Precision = FLOAT32,
     outputs: ByHand = None,
     scheduler: Callable[[Optimizer], LRScheduler | None] | None = None,
     clip: Callable[[nn.Module], object] | None = None,
@@ -275,7 +282,8 @@ def made_pair(
     Args:
         batch: one, which tells how the reference takes its inputs.
         by: makes the reference's optimizer, and the candidate's, of the network.
-        judged: the dtype in which the reference was handed over.
+        judged: the dtype in which the reference was handed over, or the precision's name.
+        precision: in which the probes ask.
         outputs, scheduler, clip, candidate_inputs, candidate_loss: as in ``diagnose``, checked.
     """
     mine, other, fold = both
@@ -294,6 +302,7 @@ def made_pair(
         called,
         the_seed(seed),
         judged,
+        precision,
         outputs=by_hand,
         scheduler=scheduler,
         clip=clip,

@@ -34,10 +34,11 @@ class Watch(lightning.Callback):
     The training is bit for bit what it is without. What is compared is the loss of the module's own
     ``training_step``, which finds ``global_step``, ``current_epoch`` and ``trainer`` as in the training, all
     gradients, and the updates: in float32 and float64, at the learning rate of that batch, gradients clipped
-    as the Trainer clips them; not mixed precision, and each batch an update. The first look of a training
-    that begins takes the optimizers that both modules' ``configure_optimizers`` make; later ones go on with
-    the groups of the one in use. Names in a place begin with ``module.``, the LightningModule. At its end
-    ``report.html`` lies in the trainer's ``log_dir``, and the distances of each look are in its logger as
+    as the Trainer clips them, each batch an update. Where the Trainer runs in mixed precision, the probes of
+    the first look ask of the code under its autocast. The first look of a training that begins takes the
+    optimizers that both modules' ``configure_optimizers`` make; later ones go on with the groups of the one
+    in use. Names in a place begin with ``module.``, the LightningModule. At its end ``report.html`` lies in
+    the trainer's ``log_dir``, and the distances of each look are in its logger as
     ``local/weight_distance/candidate.float64`` and so on.
 
     Args:
@@ -77,9 +78,10 @@ class Watch(lightning.Callback):
         optimizer, network = trainer.optimizers[0], Step(pl_module, trainer.accumulate_grad_batches, trainer)
         made = trainer.fit_loop.epoch_loop.batch_progress.total.ready  # more than 0 of one that goes on
         options = self._options | {"clip": _clips(trainer), "begins": made}
-        self._watch = watch.Watch(network, self._rewritten, optimizer, its_own, **options)
+        options |= {"precision": _precision(trainer)}
         if trainer.global_step == 0:
-            self._watch.configured = lambda network: configured(network)[0]
+            options["configured"] = lambda network: configured(network)[0]
+        self._watch = watch.Watch(network, self._rewritten, optimizer, its_own, **options)
 
     def on_train_batch_start(self, trainer, pl_module, batch: Any, batch_idx: int) -> None:
         self._watch.model.batch_idx, self._watch.model.begins = batch_idx, trainer.global_step
@@ -106,6 +108,15 @@ class Watch(lightning.Callback):
         shown = {f"local/{name}": value for name, value in last.items() if name.startswith(SHOWN)}
         for logger in trainer.loggers:
             logger.log_metrics(shown, step=trainer.global_step)
+
+
+def _precision(trainer: lightning.Trainer) -> str | None:
+    """As ``driftlab.watching`` takes it; None, which is float32, of any that it does not take."""
+    if trainer.precision in ("bf16-mixed", "16-mixed"):
+        return trainer.precision
+    if trainer.precision not in ("32-true", "64-true"):
+        rank_zero_warn(f"driftlab: looks are taken in float32 and float64, not in {trainer.precision}")
+    return None
 
 
 def _clips(trainer: lightning.Trainer) -> float | Callable[[Iterable[nn.Parameter]], object] | None:

@@ -70,6 +70,18 @@ PRECISIONS = {
 }
 
 
+def trained_in(name: object) -> Precision:
+    """The one of this name in which weights are float32, that one where it is None.
+
+    Raises:
+        DiagnoseError: there is none.
+    """
+    known = [p.name for p in PRECISIONS.values() if p.dtype is torch.float32]
+    if name is not None and name not in known:
+        raise DiagnoseError(f"precision is {name!r}: give one of {', '.join(known)}, or None")
+    return FLOAT32 if name is None else PRECISIONS[name]
+
+
 def precision_of(name: object, handed_over: torch.dtype) -> Precision:
     """The one of this name; where it is None that of a network as it was handed over.
 

@@ -33,6 +33,7 @@ from driftlab.diagnosis import Diagnosis, made_pair, of_pair
 from driftlab.lockstep.carried import Carried
 from driftlab.lockstep.window import Batch
 from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
+from driftlab.precision import trained_in
 from driftlab.process import measuring
 from driftlab.record.seed_record import Row
 from driftlab.refusing import told, whole_number
@@ -94,7 +95,9 @@ class Watch:
             memory. The first look is all of ``diagnose``; a later one is a local window, and all of
             ``diagnose`` where that leaves its controls.
         begins: the steps that the training has made before, of one that goes on.
-        fold, seed, clip, candidate_inputs, candidate_loss: as in ``diagnose``.
+        fold, seed, clip, candidate_inputs, candidate_loss, precision: as in ``diagnose``.
+        configured: makes both optimizers of the first look, of a training that has not begun; else a look
+            goes on with the groups of the one in use.
 
     Attributes:
         looks: so far. They are due at steps spread evenly in the logarithm, and taken when they are paid.
@@ -119,6 +122,8 @@ class Watch:
         clip: float | Callable[[Iterable[nn.Parameter]], object] | None = None,
         candidate_inputs: Callable[[Any], object] | None = None,
         candidate_loss: Callable[[Any, Any], Tensor] | None = None,
+        precision: str | None = None,
+        configured: Callable[[nn.Module], Optimizer] | None = None,
     ):
         if isinstance(candidate, nn.Module) or not callable(candidate):
             kind = type(candidate).__name__
@@ -130,7 +135,8 @@ class Watch:
         self.model, self.candidate, self.optimizer, self.loss = model, candidate, optimizer, loss
         self.budget, self.fold, self.seed = budget, fold, seed
         self.updates = whole_number("updates", updates, 1, 10_000)
-        self._options = {
+        self._options: dict[str, Any] = {
+            "precision": trained_in(precision),
             "clip": clipped_by(clip),
             "candidate_inputs": candidate_inputs,
             "candidate_loss": candidate_loss,
@@ -142,9 +148,7 @@ class Watch:
         self._counters: Counters | None = None
         self._left_out = ""
         self._counted: list[str] = []  # which of them were set at a later look
-        # makes both optimizers of the first look, of a training that has not begun; a look goes on with the
-        # groups of the one in use
-        self.configured: Callable[[nn.Module], Optimizer] | None = None
+        self._configured = configured
 
     def __enter__(self) -> Watch:
         return self
@@ -239,7 +243,11 @@ class Watch:
             both = the_pair(self.model, self.candidate, self.fold)
             carried = Carried(self.optimizer, self.model, *both[1:])
             by = self._as_configured(both) or (carried.of_reference, carried.of_candidate)
-            batches, judged = the_batches(list(self._batches), self.updates + 1), judged_in(self.model)
+            run_in = self._options["precision"]
+            batches, judged = (
+                the_batches(list(self._batches), self.updates + 1),
+                judged_in(self.model, run_in),
+            )
             pair = made_pair(both, batches[0], self.loss, by, self.seed, judged=judged, **self._options)
             self._count(pair, batches[0], step)
             found = self._briefly(pair, batches, step) if self.looks else None
@@ -252,9 +260,9 @@ class Watch:
 
     def _as_configured(self, both: tuple) -> tuple | None:
         """The optimizers that both networks make for themselves; None where they do not, or not any more."""
-        if self.looks or self.configured is None:
+        if self.looks or self._configured is None:
             return None
-        make = stepping("configure_optimizers", self.configured)
+        make = stepping("configure_optimizers", self._configured)
         try:
             make(both[0]), make(both[1])
         except DiagnoseError as error:

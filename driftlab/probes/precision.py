@@ -152,7 +152,8 @@ PROBE = Probe(
     name=PRECISION,
     question="Against the exact result, is the candidate's float32 as near as the reference's?",
     threshold=HALFWAY_BITS,
-    reason="halfway, in powers of two, between float32 and the next narrower format (TF32, float16: 2^13)",
+    reason="halfway, in powers of two, between float32 and the next narrower format (TF32, float16: 2^13); "
+    "in bf16 and fp16 4, see below",
     sees="TF32, float16, bfloat16, in any pass, by module",
     misses="an algorithm that merely cancels is told apart: the loss must stay on centred inputs, and on "
     "each of three pairs of samples (one float32 on the other side of a kink is no loss of bits)",

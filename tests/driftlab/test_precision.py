@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from driftlab import DiagnoseError, assert_equivalent
+from driftlab import DiagnoseError, assert_equivalent, diagnose, watching
 from driftlab.arithmetic.units import unless_zero
 from driftlab.precision import PRECISIONS
 
@@ -153,3 +153,43 @@ def test_a_move_by_one_unit_is_one_of_what_is_computed_with(few):
     up, down = (torch.nextafter(before, torch.full_like(before, s * torch.inf)) for s in (1, -1))
     assert bool(((after == up) | (after == down))[numbers].all())
     assert moved.dtype == torch.float32
+
+
+class CastTwice(nn.Module):
+    """A linear layer that under autocast, and there alone, is another function."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.weight, self.bias = whole.weight, whole.bias
+
+    def forward(self, x):
+        out = F.linear(x, self.weight, self.bias)
+        return out * 1.01 if torch.is_autocast_enabled("cpu") else out
+
+
+def batches(count=4):
+    generator = torch.Generator().manual_seed(2)
+    return [
+        (torch.randn(16, WIDTH, generator=generator), torch.randint(32, (16,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def cast_twice(model):
+    model.up = CastTwice(model.up)
+    return model
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
+def test_a_diagnosis_asks_of_the_code_under_autocast(block, precision):
+    assert diagnose(block, halved, batches(), steps=2, precision=precision).verdict == "round_off"
+    found = diagnose(block, cast_twice, batches(), steps=2, precision=precision)
+    assert (found.verdict, found.where.module) == ("bug", "up")
+    assert diagnose(block, cast_twice, batches(), steps=2).verdict != "bug"  # in float32 there is none
+
+
+def test_a_training_is_in_none_of_16_bits(block):
+    with pytest.raises(DiagnoseError, match="precision is 'bf16-true': give one of float32, bf16-mixed"):
+        diagnose(block, halved, batches(), steps=2, precision="bf16-true")
+    with pytest.raises(DiagnoseError, match="precision is 'bf16-true'"):
+        watching(block, halved, torch.optim.SGD(block.parameters(), 0.1), precision="bf16-true")

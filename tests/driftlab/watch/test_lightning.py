@@ -65,6 +65,38 @@ def watch(**options):
     return driftlab.lightning.Watch(rewrite, **{"budget": 1e9, "updates": 2} | options)
 
 
+class OtherUnderAutocast(torch.nn.Module):
+    def __init__(self, whole):
+        super().__init__()
+        self.weight, self.bias = whole.weight, whole.bias
+
+    def forward(self, x):
+        out = F.linear(x, self.weight, self.bias)
+        return out * 1.01 if torch.is_autocast_enabled("cpu") else out
+
+
+def test_the_first_look_asks_under_the_autocast_of_the_trainer(tmp_path):
+    def other(module):
+        module.net[0] = OtherUnderAutocast(module.net[0])
+        return module
+
+    found = {}
+    for precision in ("32-true", "bf16-mixed"):
+        watching = driftlab.lightning.Watch(other, budget=1e-9, updates=2)
+        fitted(tmp_path, watching, precision=precision, max_epochs=1)
+        found[precision] = watching.diagnosis
+    assert found["32-true"].verdict in (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
+    assert found["bf16-mixed"].verdict is Verdict.BUG
+    assert found["bf16-mixed"].where.module == "module.net.0"
+
+
+def test_weights_in_16_bits_are_looked_at_in_float32_and_that_is_said(tmp_path):
+    watching = watch()
+    with pytest.warns(UserWarning, match="looks are taken in float32 and float64, not in bf16-true"):
+        fitted(tmp_path, watching, precision="bf16-true", max_epochs=1)
+    assert watching.diagnosis.verdict in (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
+
+
 AS_THEY_ARE = {
     "plain": {},
     "clipping and accumulation": {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
