@@ -34,7 +34,7 @@ class Watch(lightning.Callback):
     The training is bit for bit what it is without. What is compared is the loss of the module's own
     ``training_step``, which finds ``global_step``, ``current_epoch`` and ``trainer`` as in the training, all
     gradients, and the updates: in float32 and float64, at the learning rate of that batch, gradients clipped
-    as the Trainer clips them, each batch an update. Where the Trainer runs in mixed precision, the probes of
+    and gathered as the Trainer does. Where the Trainer runs in mixed precision, the probes of
     the first look ask of the code under its autocast. The first look of a training that begins takes the
     optimizers that both modules' ``configure_optimizers`` make; later ones go on with the groups of the one
     in use. Names in a place begin with ``module.``, the LightningModule. At its end ``report.html`` lies in
@@ -76,8 +76,8 @@ class Watch(lightning.Callback):
                 "several, use driftlab.watching"
             )
         optimizer, network = trainer.optimizers[0], Step(pl_module, trainer.accumulate_grad_batches, trainer)
-        made = trainer.fit_loop.epoch_loop.batch_progress.total.ready  # more than 0 of one that goes on
-        options = self._options | {"clip": _clips(trainer), "begins": made}
+        options = self._options | {"clip": _clips(trainer), "begins": trainer.global_step}
+        options |= {"accumulate": trainer.accumulate_grad_batches}
         options |= {"precision": _precision(trainer)}
         if trainer.global_step == 0:
             options["configured"] = lambda network: configured(network)[0]
@@ -85,10 +85,13 @@ class Watch(lightning.Callback):
 
     def on_train_batch_start(self, trainer, pl_module, batch: Any, batch_idx: int) -> None:
         self._watch.model.batch_idx, self._watch.model.begins = batch_idx, trainer.global_step
+        self._watch.steps = trainer.global_step
+        self._watch.gathered = batch_idx % trainer.accumulate_grad_batches  # an epoch's end ends an update
         if self._watch.step({"batch": batch}):
             self._log(trainer)
 
     def on_train_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._watch.steps = trainer.global_step
         if self._watch.end():
             self._log(trainer)
         if self.diagnosis and trainer.is_global_zero:

@@ -32,6 +32,7 @@ from driftlab.arithmetic.passes import on_batch
 from driftlab.diagnosis import Diagnosis, made_pair, of_pair
 from driftlab.lockstep.carried import Carried
 from driftlab.lockstep.window import Batch
+from driftlab.network.otherwise import accumulating, gathered
 from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
 from driftlab.precision import trained_in
 from driftlab.process import measuring
@@ -80,9 +81,10 @@ class Watch:
 
     The training is bit for bit what it is without: nothing that is handed over is changed, nor torch's,
     NumPy's or Python's random state. What is judged is the training in float32 and float64 at the learning
-    rate of that step, its gradients clipped by ``clip``; not mixed precision, and each batch an update. What
-    the candidate counts for itself (a number that moves alike with each call) is where this many calls would
-    have brought it; of what else it alone would have kept since the first step, a look knows nothing.
+    rate of that step, its gradients clipped by ``clip``, those of ``accumulate`` batches an update; under
+    autocast by the probes of the first look. What the candidate counts for itself (a number that moves alike
+    with each call) is where this many calls would have brought it; of what else it alone would have kept
+    since the first step, a look knows nothing.
 
     Args:
         model: the network in training.
@@ -94,14 +96,16 @@ class Watch:
         updates: that each look follows both for, on its step's batch and those before it, which are kept in
             memory. The first look is all of ``diagnose``; a later one is a local window, and all of
             ``diagnose`` where that leaves its controls.
-        begins: the steps that the training has made before, of one that goes on.
+        begins: the updates that the training has made before, of one that goes on.
+        accumulate: how many batches' gradients one update gathers, as in ``diagnose``.
         fold, seed, clip, candidate_inputs, candidate_loss, precision: as in ``diagnose``.
         configured: makes both optimizers of the first look, of a training that has not begun; else a look
             goes on with the groups of the one in use.
 
     Attributes:
         looks: so far. They are due at steps spread evenly in the logarithm, and taken when they are paid.
-        steps: how many the training has made.
+        steps: how many updates the training has made.
+        gathered: of how many batches the next one has gathered gradients.
 
     Raises:
         DiagnoseError: an argument is not what it should be.
@@ -117,6 +121,7 @@ class Watch:
         budget: float = 0.05,
         updates: int = 6,
         begins: int = 0,
+        accumulate: int = 1,
         fold: Callable[[dict[str, Tensor]], Mapping[str, Tensor]] | None = None,
         seed: int = 0,
         clip: float | Callable[[Iterable[nn.Parameter]], object] | None = None,
@@ -135,6 +140,7 @@ class Watch:
         self.model, self.candidate, self.optimizer, self.loss = model, candidate, optimizer, loss
         self.budget, self.fold, self.seed = budget, fold, seed
         self.updates = whole_number("updates", updates, 1, 10_000)
+        self.accumulate, self.gathered = whole_number("accumulate", accumulate, 1), 0
         self._options: dict[str, Any] = {
             "precision": trained_in(precision),
             "clip": clipped_by(clip),
@@ -144,7 +150,8 @@ class Watch:
         self.looks: list[Look] = []
         self.steps = self._due = whole_number("begins", begins, 0)
         self._began = time.perf_counter()
-        self._batches: deque[tuple[object, object]] = deque(maxlen=self.updates + 1)  # the last one first
+        most = self.accumulate * (self.updates + 1)
+        self._batches: deque[tuple[object, object]] = deque(maxlen=most)  # the last one first
         self._counters: Counters | None = None
         self._left_out = ""
         self._counted: list[str] = []  # which of them were set at a later look
@@ -160,7 +167,9 @@ class Watch:
             self.end()
 
     def step(self, inputs: object, targets: object = None) -> bool:
-        """Say that the training now makes an update on this batch. True where a look was taken.
+        """Say that the training now computes on this batch. True where a look was taken.
+
+        Looks are taken before the first batch of an update.
 
         A later look that fails costs no training: it is said, and ``inconclusive``.
 
@@ -168,10 +177,12 @@ class Watch:
             DiagnoseError: at the first step, the rewrite, the loss or the optimizer cannot be judged.
         """
         self._batches.appendleft((inputs, targets))
-        look = self.steps >= self._due and (not self.looks or self._is_paid())
+        due = self.gathered == 0 and self.steps >= self._due
+        look = due and (not self.looks or self._is_paid())
         if look:
             self._take(self.steps)
-        self.steps += 1
+        self.gathered = (self.gathered + 1) % self.accumulate
+        self.steps += self.gathered == 0
         return look
 
     def end(self) -> bool:
@@ -244,11 +255,11 @@ class Watch:
             carried = Carried(self.optimizer, self.model, *both[1:])
             by = self._as_configured(both) or (carried.of_reference, carried.of_candidate)
             run_in = self._options["precision"]
-            batches, judged = (
-                the_batches(list(self._batches), self.updates + 1),
-                judged_in(self.model, run_in),
-            )
-            pair = made_pair(both, batches[0], self.loss, by, self.seed, judged=judged, **self._options)
+            batches = the_batches(list(self._batches), len(self._batches))
+            options = self._options | {"judged": judged_in(self.model, run_in)}
+            pair = made_pair(both, batches[0], self.loss, by, self.seed, **options)
+            if self.accumulate > 1:
+                pair, batches = accumulating(pair, self.accumulate), gathered(batches, self.accumulate)
             self._count(pair, batches[0], step)
             found = self._briefly(pair, batches, step) if self.looks else None
             if found is None:

@@ -130,6 +130,13 @@ def test_a_training_that_goes_on_from_a_checkpoint_is_watched_from_there(tmp_pat
     assert watched.looks[0].step == len(loader())  # of the whole training, as the candidate's counts are
 
 
+def test_a_look_gathers_what_the_trainer_gathers(tmp_path):
+    watched = watch(updates=1)
+    trainer, _ = fitted(tmp_path, watched, accumulate_grad_batches=4)  # of 6 batches: 2 updates an epoch
+    assert [look.step for look in watched.looks] == [0, 1, 2, 3, 4][: trainer.global_step + 1]
+    assert watched.diagnosis.verdict is Verdict.ROUND_OFF, watched.diagnosis
+
+
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_a_look_clips_as_the_trainer_does(tmp_path, algorithm):
     moved = {}

@@ -49,6 +49,30 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
+def test_an_update_gathers_the_gradients_of_several_batches():
+    torch.manual_seed(1)
+    model = network().eval()  # without dropout
+    steps, losses = sgd(model.parameters()), []
+    batches = [(torch.randn(16, 20), torch.randint(5, (16,))) for _ in range(12)]
+    with watching(model, rewritten(), steps, budget=MUCH, updates=1, accumulate=3) as watched:
+        for number, (x, y) in enumerate(batches):
+            looked = watched.step(x, y)
+            assert not (looked and number % 3)  # before the first batch of an update
+            loss = F.cross_entropy(model(x), y)
+            (loss / 3).backward()
+            losses.append(loss.item())
+            if number % 3 == 2:
+                last = [F.cross_entropy(model(x), y).item() for x, y in batches[number - 2 : number + 1]]
+                steps.step(), steps.zero_grad()
+    assert [look.step for look in watched.looks] == [0, 1, 2, 3, 4]
+    assert watched.steps == 4
+    assert watched.diagnosis.verdict is Verdict.ROUND_OFF
+    # the look at the end is on the last batches, with the weights after the last update
+    expected = sum(F.cross_entropy(model(x), y).item() for x, y in batches[-3:]) / 3
+    assert watched.looks[-1].diagnosis.curves[0]["loss/reference.float32"] == pytest.approx(expected)
+    assert sum(last) / 3 != pytest.approx(expected)
+
+
 @pytest.mark.parametrize("optimizer", [sgd, adamw])
 def test_the_training_is_the_same_to_the_last_bit(optimizer):
     watch = lambda model, steps: watching(model, rewritten(), steps, budget=MUCH, updates=2)  # noqa: E731
