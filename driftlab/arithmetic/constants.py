@@ -25,6 +25,8 @@ LARGEST = 2.0**-20
 # A training may make a thousand times more of it. Only what is gone once both make their constants in
 # float32 is taken for that: then they are the same as they run.
 AMPLIFIED = 2.0**-10
+# The same of a network in 16 bits, whose tables are rounded to them with everything else, in their eps.
+IN_16_BITS = 4
 # A stored value comes out of a few float32 operations, each of them half a unit off at most; the control
 # moves it by one unit.
 WITHIN = 4.0
@@ -49,20 +51,22 @@ def rounded_constants(
         module: by its name, whose differences they are; of the whole networks where it is left out.
     """
     largest = max((d.relative for d in wrong), default=0.0)
-    if not wrong or not largest < AMPLIFIED or any(d.overflows or d.excess("shadow") <= 1 for d in wrong):
+    amplified = max(AMPLIFIED, IN_16_BITS * torch.finfo(pair.precision.dtype).eps)
+    if not wrong or not largest < amplified or any(d.overflows or d.excess("shadow") <= 1 for d in wrong):
         return None  # too large, or not in the float32 path
-    if not largest < LARGEST and pair.judged != "float32":
+    if not largest < LARGEST and pair.judged == "float64":
         return None
+    stored = str(pair.precision.dtype).removeprefix("torch.")
     both = _of_module(local, module) if local and module else _Both.of(pair, whole)
     if any(_gone_natively(both, wrong, native) for native in _STORED):
-        return f"{wrong[0].relative:.1g} (relative) that making constants in float32 makes"
+        return f"{wrong[0].relative:.1g} (relative) that making constants in {stored} makes"
     if not largest < LARGEST:
         return None
     explained = [role for role in ("candidate", "reference") if _explains(pair, role, whole, wrong)]
     if not explained:
         return None
     whose = explained[0]
-    return f"{wrong[0].relative:.1g} (relative) that rounding the {whose}'s constants to float32 makes"
+    return f"{wrong[0].relative:.1g} (relative) that rounding the {whose}'s constants to {stored} makes"
 
 
 # Not together at first: what both write as it is (x / 3 and x * (1 / 3)) would part by rounding its numbers.

@@ -157,7 +157,7 @@ def _moved(twin: nn.Module, recorded: Recorded, arithmetic: str, unit: torch.Gen
 
     def move(tensor: Tensor) -> Tensor:
         values = tensor.held if isinstance(tensor, Shadow) else tensor.data
-        values.copy_(unless_zero(values, unit, None if arithmetic != "float32" else few))
+        values.copy_(unless_zero(values, unit, few if arithmetic == "float32" else None))
         return tensor
 
     def moved(tensor: Tensor) -> Tensor:
@@ -222,9 +222,8 @@ def _eval_pass(
     given = fresh_inputs(recorded, arithmetic, [])
     seed_random_layers(seed)
     with evaluation_mode(twin):
-        return _own(named.of(recorded.called(twin, given, arithmetic), "eval")), _left(
-            given, recorded, "eval"
-        )
+        outputs = recorded.called(twin, given, arithmetic)
+        return _own(named.of(outputs, "eval")), _left(given, recorded, "eval")
 
 
 def _left(given: tuple[tuple, dict], recorded: Recorded, mode: str) -> dict[str, Tensor]:

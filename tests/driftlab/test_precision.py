@@ -193,3 +193,45 @@ def test_a_training_is_in_none_of_16_bits(block):
         diagnose(block, halved, batches(), steps=2, precision="bf16-true")
     with pytest.raises(DiagnoseError, match="precision is 'bf16-true'"):
         watching(block, halved, torch.optim.SGD(block.parameters(), 0.1), precision="bf16-true")
+
+
+class Rotary(nn.Module):
+    """[B, T, C] rotated by angles that are made at each call, or looked up; ``few``: made in bfloat16."""
+
+    def __init__(self, stored=False, few=False):
+        super().__init__()
+        self.project, self.few = nn.Linear(32, 32), few
+        if stored:
+            self.register_buffer("table", self.angles(16))
+        self.stored = stored
+
+    def angles(self, length):
+        dtype = torch.bfloat16 if self.few else torch.float32
+        inverse = 1 / 10000 ** (torch.arange(0, 32, 2).to(dtype) / 32)
+        angles = (torch.arange(length).to(dtype)[:, None] * inverse).repeat(1, 2)
+        return torch.stack([angles.cos(), angles.sin()])
+
+    def forward(self, x):
+        h = self.project(x)
+        cos, sin = (self.table if self.stored else self.angles(x.shape[1])).to(h.dtype)
+        one, other = h.chunk(2, -1)
+        return h * cos + torch.cat([-other, one], -1) * sin
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true", "bf16-mixed"])
+def test_a_table_that_is_rounded_with_the_network_is_rounding(precision):
+    torch.manual_seed(0)
+    made, stored = Rotary(), Rotary(stored=True)
+    stored.project = copy.deepcopy(made.project)
+    x = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(1))
+    assert_equivalent(made, stored, x, precision=precision)
+    assert_equivalent(stored, made, x, precision=precision)
+
+
+def test_angles_in_bfloat16_are_fewer_bits():
+    torch.manual_seed(0)
+    made, few = Rotary(), Rotary(few=True)
+    few.project = copy.deepcopy(made.project)
+    x = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(1))
+    with pytest.raises(AssertionError, match="fewer bits than the reference"):
+        assert_equivalent(made, few, x, precision="16-true")
