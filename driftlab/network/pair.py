@@ -139,7 +139,7 @@ def the_pair(
             f"fold is a {type(fold).__name__}: give a function from the candidate's tensors by name to the "
             "reference's, or None"
         )
-    _check_weights("reference", reference)
+    check_weights("reference", reference)
     with noticed(REWRITE):
         return _the_pair(copied(reference), candidate, fold)
 
@@ -167,7 +167,7 @@ def judged_in(reference: nn.Module) -> str:
     return "float64" if _dtype(reference) == torch.float64 else "float32"
 
 
-def _check_weights(role: str, network: nn.Module) -> None:
+def check_weights(role: str, network: nn.Module) -> None:
     """Raises DiagnoseError where there are no weights to start from."""
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
         if is_lazy(tensor):
@@ -191,7 +191,7 @@ def _candidate(reference: nn.Module, candidate: nn.Module | Rewrite) -> tuple[nn
         made, rewrite = candidate, None
     else:
         made, rewrite = _rewritten(reference, candidate), candidate
-    _check_weights("candidate", made)
+    check_weights("candidate", made)
     return copied(made), rewrite
 
 
