@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from driftlab.blame import theirs
 from driftlab.network.calling import cast, copied
-from driftlab.refusing import told, whole_number
+from driftlab.refusing import check_dense, shown, told, whole_number
 from driftlab.words import DiagnoseError
 
 # Of random layers 2^32 and more are left for the steps, see ``step_seed``.
@@ -28,13 +28,17 @@ BYTES_A_STEP = 50_000
 
 def check_tensors(name: str, values: object) -> None:
     """Raises DiagnoseError where nothing can be computed of the tensors, or on them."""
-    tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
-    for tensor in tensors:
-        if tensor.is_nested or tensor.layout is not torch.strided:
-            kind = "nested" if tensor.is_nested else tensor.layout
-            raise DiagnoseError(f"{name} holds a tensor that is {kind}: give it dense")
-        if tensor.is_meta:
-            raise DiagnoseError(f"{name} holds a tensor on the meta device, without values: give it values")
+    if isinstance(values, Iterator):
+        raise DiagnoseError(f"{name} is a {type(values).__name__}, which can be read once: give a tuple")
+    try:
+        tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
+    except RecursionError:
+        raise DiagnoseError(
+            f"{name} is nested too deep, or holds itself: give a tensor, or a tuple or dict of arguments"
+        ) from None
+    check_dense(name, tensors)
+    if any(t.is_meta for t in tensors):
+        raise DiagnoseError(f"{name} holds a tensor on the meta device, without values: give it values")
     if tensors and not any(t.numel() for t in tensors):
         shapes = " and ".join(str(list(t.shape)) for t in tensors[:3])
         raise DiagnoseError(
@@ -110,7 +114,7 @@ def _drawn(batches: Any) -> Iterator[Any]:
 
 def _check_pair(batch: object) -> None:
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        kind = type(batch).__name__ + (f" of {len(batch)}" if hasattr(batch, "__len__") else "")
+        kind = type(batch).__name__ + (f" of {theirs(len, batch)}" if hasattr(batch, "__len__") else "")
         raise DiagnoseError(f"batches holds a {kind}: give pairs (inputs, targets)")
 
 
@@ -134,7 +138,7 @@ def stepping(
         with told(f"{name} raised"):
             optimizer = theirs(make, given(module))
         groups = getattr(optimizer, "param_groups", None)
-        if not isinstance(groups, list):
+        if not isinstance(groups, list) or not all(isinstance(g, dict) and "params" in g for g in groups):
             raise DiagnoseError(f"{name} returned a {type(optimizer).__name__}: it must return an optimizer")
         own = {id(p) for p in module.parameters()}
         moved = {id(p) for group in groups for p in group["params"]}
@@ -188,7 +192,7 @@ def moved_by(scheduler: Any) -> Callable[[Optimizer], LRScheduler | None] | None
 def clipped_by(clip: Any) -> Callable[[nn.Module], object] | None:
     """``clip`` of a module's parameters. Raises DiagnoseError where it is neither a norm nor a function."""
     if clip is None or callable(clip):
-        return clip and (lambda module: clip(module.parameters()))
+        return clip and (lambda module: theirs(clip, module.parameters()))
     if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf:
-        raise DiagnoseError(f"clip is {clip!r}: give a norm above 0, or a function of the parameters")
+        raise DiagnoseError(f"clip is {shown(clip)}: give a norm above 0, or a function of the parameters")
     return lambda module: nn.utils.clip_grad_norm_(module.parameters(), clip)

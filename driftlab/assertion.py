@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from driftlab import blame
 from driftlab.arguments import check_tensors, the_seed
 from driftlab.arithmetic.passes import CannotRunError
 from driftlab.arithmetic.returned import ByHand, mapped, return_alike
@@ -63,7 +64,8 @@ def assert_equivalent(
         check_tensors("inputs", inputs)
         given, judged = _wanting_gradients(cast(inputs, run_in.dtype)), judged_in(reference, run_in)
         common: list[str] = []
-        loss, by_hand = random_sum(the_seed(seed), common), mapped(theirs, outputs)
+        seed = the_seed(seed)
+        loss, by_hand = random_sum(seed, common), mapped(theirs, outputs)
         called = calling(mine, given)
         pair = Pair(mine, theirs, found, loss, _optimizer, _optimizer, called, seed, judged, run_in, by_hand)
         examination = Examination(pair, (given, None), trains=False)
@@ -129,7 +131,7 @@ def _wanting_gradients(inputs: object) -> object:
         tensor = tensor.detach().clone()
         return tensor.requires_grad_() if tensor.is_floating_point() else tensor
 
-    return each_tensor(fresh, copy.copy(inputs))
+    return each_tensor(fresh, blame.theirs(copy.copy, inputs))
 
 
 _OPENINGS: dict[Verdict | None, str] = {

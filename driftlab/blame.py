@@ -7,11 +7,13 @@ a network that merely could not be asked.
 from __future__ import annotations
 
 import re
+import sys
 import sysconfig
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
+from types import FrameType
 from typing import Any
 
 _OURS = str(Path(__file__).resolve().parent)
@@ -51,8 +53,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 def is_ours(error: BaseException, rooms: tuple[str, ...] = ()) -> bool:
     """Whether ``error`` arose in driftlab's own code, seen from the innermost frame of its traceback.
 
-    It is the pair's where a module, a backward pass, an optimizer or ``theirs`` was at work. Everything else
-    that driftlab calls is a tool of its own: in doubt the instrument is at fault, and no verdict rests on it.
+    It is the pair's where a module, a backward pass, an optimizer or ``theirs`` was at work, or a method that
+    a stranger's network or optimizer has of its own. Everything else that driftlab calls is a tool of its
+    own: in doubt the instrument is at fault, and no verdict rests on it.
 
     Args:
         rooms: folders of who calls driftlab that count as its own.
@@ -60,17 +63,29 @@ def is_ours(error: BaseException, rooms: tuple[str, ...] = ()) -> bool:
     rooms = (_OURS, *rooms)
     if isinstance(error, AboutThePair) or is_out_of_memory(error):
         return False
-    frames = [(f.f_code.co_filename, f.f_code.co_name) for f, _ in walk_tb(error.__traceback__)]
-    if frames and isinstance(error, NameError) and frames[-1][0].startswith(rooms):
+    frames = [f for f, _ in walk_tb(error.__traceback__)]
+    if frames and isinstance(error, NameError) and frames[-1].f_code.co_filename.startswith(rooms):
         return True
-    for file, function in reversed(frames):
+    for frame in reversed(frames):
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
         if file.startswith(_TORCH) and (function in _HANDED_OVER or file.startswith(_OPTIMIZERS)):
             return False
         if file == __file__ and function == theirs.__name__:
             return False
         if file.startswith(rooms):
             return file not in _UNDER_THE_PAIR
+        if not file.startswith(_TORCH) and _is_method(frame):
+            return False
     return False
+
+
+def _is_method(frame: FrameType) -> bool:
+    """Whether it runs with a network or an optimizer for its ``self``."""
+    torch, code = sys.modules.get("torch"), frame.f_code
+    if torch is None or not code.co_argcount:
+        return False
+    own = frame.f_locals.get(code.co_varnames[0])
+    return issubclass(type(own), (torch.nn.Module, torch.optim.Optimizer))
 
 
 def not_ours(error: BaseException) -> None:
@@ -84,10 +99,17 @@ def described(error: BaseException, length: int = 150) -> str:
 
     The place is the innermost line of whoever is at fault; none where torch alone was at work.
     """
-    message = " ".join(str(error).split())[:length]
+    message = " ".join(_message(error).split())[:length]
     said = f"{type(error).__name__}: {message}" if message else type(error).__name__
     place = _place(error)
     return f"{said} ({'/'.join(Path(place[0]).parts[-2:])}:{place[1]})" if place else said
+
+
+def _message(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # an error of somebody's own, which cannot be told
+        return ""
 
 
 def _place(error: BaseException) -> tuple[str, int] | None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from driftlab.blame import described, is_out_of_memory, not_ours
 from driftlab.words import DiagnoseError
+
+if TYPE_CHECKING:  # who asks may not want to wait for torch
+    from torch import Tensor
 
 
 @contextmanager
@@ -43,9 +47,22 @@ def whole_number(name: str, value: object, least: int, most: int | None = None) 
     """``value`` as an int from ``least`` to ``most``. Raises DiagnoseError where it is none."""
     try:
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
+    except Exception:  # whatever a stranger's number raises
         number = None
     if number is None or number < least or (most is not None and number > most):
         to = f"from {least} to {most}" if most is not None else f"{least} or more"
-        raise DiagnoseError(f"{name}={reprlib.repr(value)}: give a whole number, {to}")
+        raise DiagnoseError(f"{name}={shown(value)}: give a whole number, {to}")
     return number
+
+
+def shown(value: object) -> str:
+    """In a line, whatever it is."""
+    return " ".join(reprlib.repr(value).split())
+
+
+def check_dense(name: str, tensors: Iterable[Tensor]) -> None:
+    """Raises DiagnoseError where one of them is not."""
+    for tensor in tensors:
+        if tensor.is_nested or str(tensor.layout) != "torch.strided":
+            kind = "nested" if tensor.is_nested else tensor.layout
+            raise DiagnoseError(f"{name} holds a tensor that is {kind}: give it dense")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
+import random
+from typing import TYPE_CHECKING
 
 from driftlab.words import Judgement
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 WIDTH = 110
 
@@ -24,6 +25,18 @@ def as_html(judgement: Judgement) -> str:
 
 
 def _printed(judgement: Judgement) -> Console:
+    state = random.getstate()  # rich draws as it is imported
+    try:
+        return _recorded(judgement)
+    finally:
+        random.setstate(state)
+
+
+def _recorded(judgement: Judgement) -> Console:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
     table = Table("asked", "measured", "threshold", "for", "reading", box=box.SIMPLE_HEAD, pad_edge=False)
     for e in judgement.evidence:
         table.add_row(e.probe, number(e.measured), number(e.threshold), e.supports or "", e.text)

@@ -8,18 +8,15 @@ long the training; a fault that sets in late shows at the first look after it.
 
 from __future__ import annotations
 
-import random
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,7 +34,7 @@ from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
 from driftlab.precision import trained_in
 from driftlab.process import measuring
 from driftlab.record.seed_record import Row
-from driftlab.refusing import told, whole_number
+from driftlab.refusing import shown, told, whole_number
 from driftlab.threads import threads_for
 from driftlab.words import DiagnoseError, Verdict
 
@@ -136,7 +133,9 @@ class Watch:
         if not isinstance(optimizer, Optimizer):
             raise DiagnoseError(f"optimizer is a {type(optimizer).__name__}: give the model's, in use")
         if not isinstance(budget, int | float) or not 0 < budget < float("inf"):
-            raise DiagnoseError(f"budget is {budget!r}: give a share of the training's time, such as 0.05")
+            raise DiagnoseError(
+                f"budget is {shown(budget)}: give a share of the training's time, such as 0.05"
+            )
         self.model, self.candidate, self.optimizer, self.loss = model, candidate, optimizer, loss
         self.budget, self.fold, self.seed = budget, fold, seed
         self.updates = whole_number("updates", updates, 1, 10_000)
@@ -148,7 +147,7 @@ class Watch:
             "candidate_loss": candidate_loss,
         }
         self.looks: list[Look] = []
-        self.steps = self._due = whole_number("begins", begins, 0)
+        self.steps = self._due = whole_number("begins", begins, 0, 10**15)
         self._began = time.perf_counter()
         most = self.accumulate * (self.updates + 1)
         self._batches: deque[tuple[object, object]] = deque(maxlen=most)  # the last one first
@@ -236,14 +235,13 @@ class Watch:
 
     def _take(self, step: int) -> None:
         began = time.perf_counter()
-        with _left_as_it_was():
-            try:
-                found = self._look(step)
-            except DiagnoseError as error:
-                if not self.looks:
-                    raise
-                warnings.warn(f"driftlab: no look at step {step}: {error}", stacklevel=3)
-                found = Diagnosis(Verdict.INCONCLUSIVE, f"no look at step {step}: {error}", None, [])
+        try:
+            found = self._look(step)
+        except DiagnoseError as error:
+            if not self.looks:
+                raise
+            warnings.warn(f"driftlab: no look at step {step}: {error}", stacklevel=3)
+            found = Diagnosis(Verdict.INCONCLUSIVE, f"no look at step {step}: {error}", None, [])
         self.looks.append(Look(step, found, time.perf_counter() - began))
         self._due = max(step + 1, int(step * GROWTH))
 
@@ -296,14 +294,3 @@ class Watch:
 
 
 watching = Watch
-
-
-@contextmanager
-def _left_as_it_was() -> Iterator[None]:
-    """Python's and NumPy's random state afterwards as they were; torch's is kept by ``measuring``."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

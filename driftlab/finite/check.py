@@ -19,6 +19,7 @@ from driftlab.finite.point import Loss, Point
 from driftlab.finite.suspect import Suspect
 from driftlab.finite.wording import seen
 from driftlab.network.calling import calling, copied, own_batch, seed_random_layers
+from driftlab.network.pair import check_weights
 from driftlab.process import measuring
 from driftlab.refusing import told, whole_number
 from driftlab.words import DiagnoseError
@@ -99,9 +100,10 @@ def gradient_check(
             f"loss is a {type(loss).__name__}: give a function of the outputs, or leave it out"
         )
     loss = _random_sum(seed) if loss is None else loss
-    check_tensors("inputs", inputs)
     # a check under no_grad or inference_mode is a check all the same
     with torch.inference_mode(False), torch.enable_grad(), told("gradient_check stops", outermost=True):
+        check_tensors("inputs", inputs)
+        check_weights("module", network)
         point = _running(lambda: Point(network, inputs, loss, seed), network is not module)
         gradient = _gradient(point, network, inputs, loss, seed)
         if isinstance(gradient, str):

@@ -18,6 +18,8 @@ def widened_copy(module: nn.Module) -> nn.Module:
     """A copy in double precision. Raises DiagnoseError where it does not let itself be copied."""
     try:
         return _widened(copied(module))
+    except DiagnoseError:
+        raise
     except Exception as error:  # whatever a stranger's copying raises
         raise DiagnoseError(
             f"the network cannot be copied ({type(error).__name__}: {' '.join(str(error).split())[:110]}): "

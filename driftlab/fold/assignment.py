@@ -101,4 +101,4 @@ def same_values(mine: Tensor, theirs: Tensor) -> bool:
 
 
 def _is_constant(tensor: Tensor) -> bool:
-    return bool((tensor == tensor.reshape(-1)[:1]).all())
+    return not tensor.numel() or bool((tensor == tensor.reshape(-1)[:1]).all())

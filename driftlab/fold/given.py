@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from driftlab.blame import described, theirs
 from driftlab.fold.layout import FoldError, NamedTensors
+from driftlab.refusing import shown
 
 Tensors = Mapping[str, Tensor]
 
@@ -61,15 +63,15 @@ def given_fold(
     folded = _called(fold, state)
     outputs = {}
     for name, tensor in reference.tensors.items():
-        theirs = next((n for n in _names(reference, name) if n in folded), None)
-        if theirs is None and name in needed:
+        other = next((n for n in _names(reference, name) if n in folded), None)
+        if other is None and name in needed:
             near = ", ".join(difflib.get_close_matches(name, folded, n=3, cutoff=0) or ["nothing"])
             raise FoldError(f"the candidate's fold gives no {name} {list(tensor.shape)}; it gives {near}")
-        if theirs is not None and folded[theirs].shape != tensor.shape:
-            shapes = f"{list(folded[theirs].shape)}, which is {list(tensor.shape)} in the reference"
+        if other is not None and folded[other].shape != tensor.shape:
+            shapes = f"{list(folded[other].shape)}, which is {list(tensor.shape)} in the reference"
             raise FoldError(f"the candidate's fold gives {name} the shape {shapes}")
-        if theirs is not None:
-            outputs[name] = theirs
+        if other is not None:
+            outputs[name] = other
     shapes = {name: tensor.shape for name, tensor in candidate.tensors.items()}
     sources = _sources(fold, outputs, candidate)
     return GivenFold(fold, outputs, sources, shapes, candidate.aliases)
@@ -77,16 +79,17 @@ def given_fold(
 
 def _called(fold: Callable[[Tensors], Tensors], state: dict[str, Tensor]) -> Tensors:
     try:
-        folded = fold(state)
+        folded = theirs(fold, state)
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise FoldError(
-            f"the candidate's fold raised {type(error).__name__} ({reason}) on its own tensors"
-        ) from error
-    if not isinstance(folded, Mapping) or not all(isinstance(t, Tensor) for t in folded.values()):
+        raise FoldError(f"the candidate's fold raised {described(error)} on its own tensors") from error
+    if not isinstance(folded, Mapping):
         raise FoldError(
             f"the candidate's fold gives a {type(folded).__name__}; return a dict of name -> tensor"
         )
+    for name, tensor in folded.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            pair = f"{shown(name)}: a {type(tensor).__name__}"
+            raise FoldError(f"the candidate's fold gives {{{pair}}}; return a dict of name -> tensor")
     return folded
 
 
@@ -103,9 +106,9 @@ def _sources(
             folded = _called(fold, _with_aliases(candidate, leaves))
     except FoldError:  # it looks at the values, and takes offence at zeros
         return sources
-    for name, theirs in outputs.items():
-        if theirs in folded and folded[theirs].requires_grad:
-            gradients = torch.autograd.grad(folded[theirs].sum(), list(leaves.values()), allow_unused=True)
+    for name, other in outputs.items():
+        if other in folded and folded[other].requires_grad:
+            gradients = torch.autograd.grad(folded[other].sum(), list(leaves.values()), allow_unused=True)
             sources[name] = frozenset(n for n, g in zip(leaves, gradients, strict=True) if g is not None)
     return sources
 

@@ -149,7 +149,7 @@ def the_pair(
             f"fold is a {type(fold).__name__}: give a function from the candidate's tensors by name to the "
             "reference's, or None"
         )
-    _check_weights("reference", reference)
+    check_weights("reference", reference)
     with noticed(REWRITE):
         return _the_pair(copied(reference), candidate, fold, precision.dtype)
 
@@ -183,7 +183,7 @@ def judged_in(reference: nn.Module, precision: Precision = FLOAT32) -> str:
     return "float64" if dtype_of(reference) == torch.float64 else precision.name
 
 
-def _check_weights(role: str, network: nn.Module) -> None:
+def check_weights(role: str, network: nn.Module) -> None:
     """Raises DiagnoseError where there are no weights to start from."""
     for name, tensor in (*network.named_parameters(), *network.named_buffers()):
         if is_lazy(tensor):
@@ -207,7 +207,7 @@ def _candidate(reference: nn.Module, candidate: nn.Module | Rewrite) -> tuple[nn
         made, rewrite = candidate, None
     else:
         made, rewrite = _rewritten(reference, candidate), candidate
-    _check_weights("candidate", made)
+    check_weights("candidate", made)
     return copied(made), rewrite
 
 

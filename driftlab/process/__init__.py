@@ -5,12 +5,14 @@ A measurement settles both, notices what the networks under it change, and leave
 
 from __future__ import annotations
 
+import random
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 
 from driftlab.process.flags import Change, changes, putting_back, settings, settle
@@ -137,14 +139,36 @@ def said() -> list[str]:
     return list(_held[-1].said.values()) if _held else []
 
 
-def random_state_kept() -> AbstractContextManager[None]:
-    """torch's random state afterwards as it was before, on every device that was started."""
+@contextmanager
+def random_state_kept() -> Iterator[None]:
+    """Random state afterwards as before: torch's, on every device that was started, NumPy's and Python's."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    return torch.random.fork_rng(devices=devices)
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def defaults_kept() -> Iterator[None]:
+    """What a network may change for the whole process beside ``settings``: afterwards as it was."""
+    dtype, device, threads = torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()
+    anomaly = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)
+        torch.set_num_threads(threads)
+        torch.autograd.set_detect_anomaly(*anomaly)
+        if torch.get_default_device() != device:
+            torch.set_default_device(None if device.type == "cpu" else device)
 
 
 @contextmanager
 def measuring() -> Iterator[None]:
-    """``settled``, and the caller's random state kept: what a measurement for somebody else runs in."""
-    with random_state_kept(), settled():
+    """``settled``, the caller's random state and defaults kept: what a measurement for somebody runs in."""
+    with random_state_kept(), defaults_kept(), settled():
         yield

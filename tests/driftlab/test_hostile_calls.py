@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from driftlab import DiagnoseError, Verdict, assert_equivalent, diagnose
+from driftlab import Verdict, assert_equivalent, diagnose
 from driftlab.threads import threads_for
+from tests.driftlab.handed_over import around, line
 from tests.driftlab.hostile import (
     ASSERTED,
-    FOREIGN,
     JUDGED,
     REFUSED,
     batches,
@@ -28,44 +28,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 USUAL = {"reference": network, "candidate": lambda: identity, "batches": batches, "steps": lambda: 2}
 ONE_INPUT = {"reference": network, "candidate": lambda: identity, "inputs": inputs}
 LINES = [(role, *row) for role, rows in REFUSED.items() for row in rows]
-
-
-def state(value):
-    """Of a network (or a loss): modes, attributes, numbers, gradients; of anything else nothing."""
-    if not isinstance(value, nn.Module):
-        return None
-    tensors = [t for t in (*value.parameters(), *value.buffers()) if not nn.parameter.is_lazy(t)]
-    return (
-        [(name, part.training, sorted(vars(part))) for name, part in value.named_modules()],
-        [(id(t), type(t), t.requires_grad, t.is_meta or t.detach().tolist()) for t in tensors],
-        [None if t.grad is None else t.grad.tolist() for t in tensors],
-    )
-
-
-def around(call, given):
-    """What the call came to; the test fails where it changed anything."""
-    arguments = {name: make() for name, make in given.items()}
-    for parameter in FOREIGN.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    seen = [*arguments.values(), FOREIGN]
-    before = repr([state(value) for value in seen])
-    torch.manual_seed(7)
-    process = torch.get_rng_state(), torch.get_num_threads(), torch.is_grad_enabled()
-    try:
-        return call(**arguments)
-    except (DiagnoseError, AssertionError) as error:
-        return error
-    finally:
-        after = torch.get_rng_state(), torch.get_num_threads(), torch.is_grad_enabled()
-        assert repr([state(value) for value in seen]) == before
-        assert torch.equal(process[0], after[0])
-        assert process[1:] == after[1:]
-
-
-def line(found):
-    assert isinstance(found, DiagnoseError), found
-    assert "\n" not in str(found)
-    return str(found)
 
 
 @pytest.mark.parametrize(("role", "make", "says"), LINES, ids=[f"{r}-{says[:40]}" for r, _, says in LINES])

@@ -85,7 +85,7 @@ REFUSED = {
         None,
         "does not run in float64",
     ),
-    "without sizes yet": (nn.LazyLinear(3), drawn(4, 5), None, "uninitialized parameter"),
+    "without sizes yet": (nn.LazyLinear(3), drawn(4, 5), None, "no shape yet (a lazy module)"),
 }
 
 

@@ -49,8 +49,10 @@ def test_a_submodule_called_fold_is_no_fold():
             r"0.weight the shape \[2, 3\], which is \[4, 3\]",
         ),
         (lambda t: {"0.wait": t["first"]}, r"gives no 0.weight \[4, 3\]; it gives 0.wait$"),
-        (lambda t: {"0.weight": t["third"]}, r"raised KeyError \('third'\) on its own tensors$"),
+        (lambda t: {"0.weight": t["third"]}, r"KeyError: 'third' \(.*:\d+\) on its own tensors$"),
         (lambda t: list(t.values()), "gives a list; return a dict of name -> tensor$"),
+        (lambda t: dict(enumerate(t.values())), "gives {0: a Tensor}; return a dict of name -> tensor$"),
+        (lambda t: {"0.weight": 3}, "gives {'0.weight': a int}; return a dict"),
     ],
 )
 def test_refuses_a_given_fold_that_does_not_fit(fold, message):
