@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from driftlab.blame import theirs
-from driftlab.network.calling import cast, copied
+from driftlab.network.calling import cast, copied, own_batch
 from driftlab.refusing import check_dense, shown, told, whole_number
 from driftlab.words import DiagnoseError
 
@@ -81,7 +81,7 @@ def the_batches(batches: Iterable[tuple[object, object]], most: int) -> Sequence
     for batch in islice(_drawn(batches), most):
         _check_pair(batch)
         check_tensors(f"batches[{len(kept)}]", batch[0])
-        kept.append((_trainable(batch[0]), _trainable(batch[1])))
+        kept.append((_trainable(batch[0]), own_batch(batch[1], torch.float32)))
         size += sum(t.nbytes for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))
         if size > room and not isinstance(batches, Sequence):  # a list is in memory already
             raise DiagnoseError(
