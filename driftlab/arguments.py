@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -193,6 +193,6 @@ def clipped_by(clip: Any) -> Callable[[nn.Module], object] | None:
     """``clip`` of a module's parameters. Raises DiagnoseError where it is neither a norm nor a function."""
     if clip is None or callable(clip):
         return clip and (lambda module: theirs(clip, module.parameters()))
-    if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf:
+    if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip <= sys.float_info.max:
         raise DiagnoseError(f"clip is {shown(clip)}: give a norm above 0, or a function of the parameters")
     return lambda module: nn.utils.clip_grad_norm_(module.parameters(), clip)
