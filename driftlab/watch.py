@@ -136,7 +136,7 @@ class Watch:
             "candidate_loss": candidate_loss,
         }
         self.looks: list[Look] = []
-        self.steps = self._due = whole_number("begins", begins, 0, 10**15)
+        self.steps = self._due = whole_number("begins", begins, 0)
         self._began = time.perf_counter()
         self._batches: deque[tuple[object, object]] = deque(maxlen=self.updates + 1)  # the last one first
         self._counters: Counters | None = None

@@ -126,6 +126,8 @@ ONE_LINE = {
     "clip is awkward": (diagnose, "clip", Awkward, "clip is <Awkward instance"),
     "clip is too large": (diagnose, "clip", lambda: 10**400, "clip is 1000.*: give a norm above 0"),
     "a scheduler's step raises": (diagnose, "scheduler", lambda: Steps, r"KeyError: 'several.*hostile.py"),
+    "too many steps": (diagnose, "steps", lambda: 10**400, "steps=1000.*: give a whole number, from 1 to 1"),
+    "too many an update": (diagnose, "accumulate", lambda: 10**400, "accumulate=1000.*, from 1 to 1"),
     "a network for a seed": (asserted, "seed", network, r"seed=Sequential\("),
     "an awkward seed": (gradient_check, "seed", Awkward, "seed=<Awkward instance"),
     "a network for a budget": (watched, "budget", network, r"budget is Sequential\("),
