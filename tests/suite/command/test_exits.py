@@ -197,7 +197,7 @@ def test_signals_at_random_moments(forked, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["INT", "TERM"])
+@pytest.mark.parametrize("name", STATUS)
 def test_a_signal_to_all_processes_of_a_command_with_workers(tmp_path, name):
     """As a terminal's Ctrl-C, timeout(1) and Slurm send it."""
     settings = ("+experiment=control", *QUICK, "steps=200", "seed=0..1", "workers=2")
