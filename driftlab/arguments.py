@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from driftlab.blame import theirs
-from driftlab.network.calling import cast, copied
+from driftlab.network.calling import cast, copied, own_batch
 from driftlab.refusing import check_dense, shown, told, whole_number
 from driftlab.words import DiagnoseError
 
@@ -81,7 +81,7 @@ def the_batches(batches: Iterable[tuple[object, object]], most: int) -> Sequence
     for batch in islice(_drawn(batches), most):
         _check_pair(batch)
         check_tensors(f"batches[{len(kept)}]", batch[0])
-        kept.append((_trainable(batch[0]), _trainable(batch[1])))
+        kept.append((_trainable(batch[0]), own_batch(batch[1], torch.float32)))
         size += sum(t.nbytes for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))
         if size > room and not isinstance(batches, Sequence):  # a list is in memory already
             raise DiagnoseError(
@@ -193,6 +193,6 @@ def clipped_by(clip: Any) -> Callable[[nn.Module], object] | None:
     """``clip`` of a module's parameters. Raises DiagnoseError where it is neither a norm nor a function."""
     if clip is None or callable(clip):
         return clip and (lambda module: theirs(clip, module.parameters()))
-    if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip < math.inf:
+    if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip <= sys.float_info.max:
         raise DiagnoseError(f"clip is {shown(clip)}: give a norm above 0, or a function of the parameters")
     return lambda module: nn.utils.clip_grad_norm_(module.parameters(), clip)

@@ -29,7 +29,7 @@ from driftlab.fold import Fold
 from driftlab.inquiry import Examined, before_training, inquire
 from driftlab.lockstep.arm import ONE_WEIGHT
 from driftlab.lockstep.window import Batches, Snapshots, Window
-from driftlab.network.calling import calling, copied, named_leaves, own_batch
+from driftlab.network.calling import calling, copied, each_tensor, named_leaves, own_batch
 from driftlab.network.compiled import eager
 from driftlab.network.lightning_module import as_network, is_lightning
 from driftlab.network.loss import Loss, loss_in
@@ -320,7 +320,7 @@ def _own(loss: Loss, name: str = "loss") -> Loss:
 
     def own(outputs: object, targets: object) -> Any:
         try:
-            return theirs(loss, outputs, targets)
+            return theirs(loss, outputs, each_tensor(torch.clone, targets))  # it may write into them
         except RuntimeError as error:
             wide = any(t.dtype == torch.float64 for t in named_leaves(outputs).values())
             if is_out_of_memory(error) or not wide:

@@ -14,6 +14,8 @@ from driftlab.words import DiagnoseError
 if TYPE_CHECKING:  # who asks may not want to wait for torch
     from torch import Tensor
 
+LARGEST = 10**15  # of a count: computed with as a float it stays exact, and no memory holds so many
+
 
 @contextmanager
 def told(doing: str, outermost: bool = False) -> Iterator[None]:
@@ -49,8 +51,9 @@ def whole_number(name: str, value: object, least: int, most: int | None = None) 
         number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except Exception:  # whatever a stranger's number raises
         number = None
-    if number is None or number < least or (most is not None and number > most):
-        to = f"from {least} to {most}" if most is not None else f"{least} or more"
+    if number is None or not least <= number <= (most or LARGEST):
+        bounded = most is not None or (number is not None and number > LARGEST)
+        to = f"from {least} to {most or LARGEST}" if bounded else f"{least} or more"
         raise DiagnoseError(f"{name}={shown(value)}: give a whole number, {to}")
     return number
 

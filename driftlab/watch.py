@@ -8,6 +8,7 @@ long the training; a fault that sets in late shows at the first look after it.
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections import deque
@@ -132,7 +133,7 @@ class Watch:
             raise DiagnoseError(f"candidate is a {kind}: give the function that rewrites a copy of the model")
         if not isinstance(optimizer, Optimizer):
             raise DiagnoseError(f"optimizer is a {type(optimizer).__name__}: give the model's, in use")
-        if not isinstance(budget, int | float) or not 0 < budget < float("inf"):
+        if not isinstance(budget, int | float) or not 0 < budget <= sys.float_info.max:
             raise DiagnoseError(
                 f"budget is {shown(budget)}: give a share of the training's time, such as 0.05"
             )
@@ -147,7 +148,7 @@ class Watch:
             "candidate_loss": candidate_loss,
         }
         self.looks: list[Look] = []
-        self.steps = self._due = whole_number("begins", begins, 0, 10**15)
+        self.steps = self._due = whole_number("begins", begins, 0)
         self._began = time.perf_counter()
         most = self.accumulate * (self.updates + 1)
         self._batches: deque[tuple[object, object]] = deque(maxlen=most)  # the last one first

@@ -26,6 +26,11 @@ from statistics import median
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from suite.command import supervision  # noqa: E402
+
+if __name__ == "__main__":
+    supervision.begin()
+
 import torch  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
@@ -207,7 +212,7 @@ def say_whole(overrides: list[str], seeds: int, repeats: int) -> None:
         print(f"  {part}: {share:.2f} of the bare loops", flush=True)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--scale", default="small")
@@ -220,7 +225,7 @@ def main() -> None:
     common = [f"scale={options.scale}", f"data={options.data}", f"logger={options.logger}"]
     say_whole([*common, *options.overrides], options.seeds, options.repeats)
     if options.whole:
-        return
+        return 0
     for name, overrides in CASES.items():
         settings = settings_of([*common, *options.overrides, *overrides])
         images = load_images(settings, Terminal().say)
@@ -234,7 +239,8 @@ def main() -> None:
         ["+experiment=split_conv", "scale=smoke", "data=shapes", f"logger={options.logger}"],
     ):
         print(f"python train.py {' '.join(arguments)}: {command_seconds(arguments, 3):.1f} s", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    supervision.end(main)

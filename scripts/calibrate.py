@@ -24,6 +24,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from suite.command import supervision  # noqa: E402
+
+if __name__ == "__main__":
+    supervision.begin()
+
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -135,4 +140,4 @@ def _show(outcomes: list[Outcome]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    supervision.end(main)

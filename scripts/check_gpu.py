@@ -15,6 +15,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,6 +26,7 @@ from scripts.gpu_parts.machine import same  # noqa: E402
 from scripts.gpu_parts.part import Check, Part, Record, carry_out  # noqa: E402
 from scripts.gpu_parts.running import run  # noqa: E402
 from scripts.gpu_parts.summary import summary  # noqa: E402
+from suite.command import supervision  # noqa: E402
 
 
 def main(arguments: list[str]) -> int:
@@ -96,4 +98,4 @@ def _parsed(arguments: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    supervision.end(partial(main, sys.argv[1:]))

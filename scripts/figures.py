@@ -10,6 +10,11 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from suite.command import supervision  # noqa: E402
+
+if __name__ == "__main__":
+    supervision.begin()
+
 from driftlab.record.seed_record import RecordError  # noqa: E402
 from driftlab.report.paper import WIDTHS, read_run, write_curves  # noqa: E402
 from suite.command.errors import ConfigurationError, one_line  # noqa: E402
@@ -57,4 +62,4 @@ def _refuse(line: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    supervision.end(main)

@@ -4,6 +4,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from suite.command import supervision
+
+if __name__ == "__main__":
+    supervision.begin()
+
 from suite.data import DataError, cifar10
 
 
@@ -25,4 +30,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    supervision.end(main)

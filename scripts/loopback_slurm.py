@@ -28,6 +28,10 @@ from pathlib import Path
 
 from loopback_processes import DAEMONS, daemons, job_processes, send
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from suite.command import supervision
+
 # Waits are short, so that what goes wrong shows within seconds. A requeued job waits for cred_expire
 # (120 s by default, and for any value below 5), a silent node is down after SlurmdTimeout (300 s by default;
 # with 10 s the other node went down too where the machine was busy). Where processes take long to end, a node
@@ -217,4 +221,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    supervision.end(main)

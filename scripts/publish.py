@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from suite.command import supervision  # noqa: E402
+
+if __name__ == "__main__":
+    supervision.begin()
 
 from suite.command.errors import ConfigurationError, one_line  # noqa: E402
 from suite.reading.publishing import publish  # noqa: E402
@@ -21,15 +27,18 @@ def main(runs: list[str]) -> int:
         return 2
     for run in runs:
         try:
-            print(publish(Path(run), ROOT / "results" / "published"))
+            page = publish(Path(run), ROOT / "results" / "published")
         except ConfigurationError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+        except BrokenPipeError:
+            raise
         except Exception as error:  # whatever a stranger's records bring about
             print(f"error: {run} cannot be published: {one_line(error)}", file=sys.stderr)
             return 2
+        print(page, flush=True)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    supervision.end(partial(main, sys.argv[1:]))

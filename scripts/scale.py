@@ -15,10 +15,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from suite.command import supervision  # noqa: E402
+
+if __name__ == "__main__":
+    supervision.begin()
 
 from driftlab.record import seed_record as records  # noqa: E402
 
@@ -146,4 +152,4 @@ def _refuse(line: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    supervision.end(partial(main, sys.argv[1:]))

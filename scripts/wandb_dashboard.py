@@ -13,10 +13,16 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from suite.command import supervision  # noqa: E402
+
+if __name__ == "__main__":
+    supervision.begin()
 
 from suite.command.errors import ConfigurationError, one_line  # noqa: E402
 from suite.showing.loggers.weights_and_biases import logged_in  # noqa: E402
@@ -83,4 +89,4 @@ def refusals() -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    supervision.end(partial(main, sys.argv[1:]))

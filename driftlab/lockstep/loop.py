@@ -114,7 +114,7 @@ class Lockstep:
                     theirs(arm.clip, arm.module)
                 arm.optimizer.step()
                 if arm.scheduler is not None:
-                    arm.scheduler.step()
+                    theirs(arm.scheduler.step)
                 if arm.after_update is not None:
                     arm.after_update()
 

@@ -36,6 +36,11 @@ def copied(module: nn.Module) -> nn.Module:
             twin = theirs(copy.deepcopy, module, dict(known))
         except RuntimeError:  # torch copies no tensor that was computed
             twin = theirs(copy.deepcopy, module, known | _computed(module))
+        if not isinstance(twin, nn.Module):
+            raise DiagnoseError(
+                f"{type(module).__name__} cannot be copied: its deep copy is a {type(twin).__name__}: mend "
+                "its __deepcopy__"
+            )
         _refuse_ties(module, twin)
         carry_compiled(module, twin)
         for own, new in zip(module.parameters(), twin.parameters(), strict=True):
@@ -155,7 +160,11 @@ def cast(inputs: object, dtype: torch.dtype) -> object:
 
 def own_batch(inputs: object, dtype: torch.dtype) -> object:
     """As ``cast``, in tensors of its own: a network may write into its batch before the next arm sees it."""
-    return each_tensor(lambda t: t.detach().to(dtype, copy=True) if t.is_floating_point() else t, inputs)
+
+    def own(tensor: Tensor) -> Tensor:
+        return tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+
+    return each_tensor(own, inputs)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from driftlab.finite.check import GradientCheck, gradient_check
 from driftlab.finite.decision import Outcome
 from driftlab.finite.differences import LIMIT
 from driftlab.finite.prediction import Law
+from driftlab.process import random_state_kept
 from driftlab.record.seed_record import SeedRecord
 from driftlab.rounding import HALFWAY_BITS
 from driftlab.words import DiagnoseError, Evidence, Finding, Verdict
@@ -24,6 +25,7 @@ from suite.command.errors import ConfigurationError, one_line
 from suite.command.idle_rules import TakenAs
 from suite.command.jobs import Ran
 from suite.command.schema import Function, Positive, Shared, group, whole
+from suite.command.seeds import parse_seeds
 from suite.running.asking import ask
 from suite.running.question import Measured, Question
 
@@ -33,7 +35,8 @@ class Settings(Shared):
 
     idle = (
         TakenAs("case.points", lambda s: _points(s), "scale=smoke takes no more"),
-        TakenAs("curve.points", lambda s: min(s.curve.points, _points(s)), "the case has no more points"),
+        TakenAs("case.points", lambda s: _elements_if_fewer(s), "the case has no more elements"),
+        TakenAs("curve.points", lambda s: min(s.curve.points, _drawn(s)), "the case has no more points"),
     )
 
     case: group(target=Function, options=dict[str, Any] | None, eps=Positive, points=whole(1))
@@ -87,6 +90,18 @@ def _smoke(settings: DictConfig) -> bool:
 
 def _points(settings: DictConfig) -> int:
     return min(settings.case.points, 10) if _smoke(settings) else settings.case.points
+
+
+def _drawn(settings: DictConfig) -> int:
+    """How many points there are, of which there may be no more than elements."""
+    with random_state_kept():
+        case = build_case(settings, parse_seeds(settings.seed)[0])
+    return min(_points(settings), case.inputs.numel())
+
+
+def _elements_if_fewer(settings: DictConfig) -> int:
+    drawn = _drawn(settings)
+    return drawn if drawn < _points(settings) else settings.case.points
 
 
 def _try(settings: DictConfig, elements: Elements) -> None:

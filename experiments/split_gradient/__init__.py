@@ -6,7 +6,9 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import create_model
 
 from experiments.split_gradient.answer import answer
+from experiments.split_gradient.case import Case
 from experiments.split_gradient.measure import about, measure
+from experiments.split_gradient.sweep import case_of
 from suite.command.idle_rules import TakenAs
 from suite.command.jobs import Ran
 from suite.command.schema import Positive, Shared, group, several, whole
@@ -22,9 +24,12 @@ def _ends(factor: str) -> TakenAs:
 
     def taken(s: DictConfig) -> list:
         values = OmegaConf.to_container(s.sweep)[factor]
-        return [values[0], values[-1]] if s.scale.name == "smoke" and len(values) > 2 else values
+        cases: dict[Case, object] = {}
+        for value in [values[0], values[-1]] if s.scale.name == "smoke" else values:
+            cases.setdefault(case_of(s, factor, value), value)
+        return list(cases.values())
 
-    return TakenAs(f"sweep.{factor}", taken, "scale=smoke takes the first and the last")
+    return TakenAs(f"sweep.{factor}", taken, "a case is measured once, and scale=smoke takes the ends alone")
 
 
 class Settings(Shared):

@@ -47,15 +47,16 @@ def cases(settings: DictConfig) -> dict[Case, dict[str, str]]:
     for factor, values in sweep.items():
         chosen = [values[0], values[-1]] if settings.scale.name == "smoke" else values
         for value in chosen:
-            case = _changed(base, factor, value)
+            case = case_of(settings, factor, value)
             label = " + ".join(map(str, case.split)) if factor == "split" else str(value)
             found.setdefault(case, {})[factor] = label
     return found
 
 
-def _changed(base: Mapping, factor: str, value: object) -> Case:
+def case_of(settings: DictConfig, factor: str, value: object) -> Case:
+    """The base of the sweep with another value of a factor. Raises ConfigurationError where it is none."""
     try:
-        return read_case(base | {factor: value}, "sweep.base")
+        return read_case(OmegaConf.to_container(settings.sweep.base) | {factor: value}, "sweep.base")
     except ConfigurationError as error:
         raise ConfigurationError(f"sweep.{factor}={value} does not fit: {error}") from None
 

@@ -64,8 +64,10 @@ def end(main: Callable[[], int]) -> NoReturn:
         status = _said(_heard[0] if _heard else signal.SIGINT)
     try:
         sys.stdout.flush()
-    except OSError:  # nobody reads; Python would say so once more at its end
+    except OSError as error:  # nobody reads; Python would say so once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            status = status or 128 + signal.SIGPIPE
     for pipe in _telling:
         with suppress(OSError):
             os.write(pipe, bytes([status]))

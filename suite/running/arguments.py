@@ -14,7 +14,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from suite.command.checking import shown
 from suite.command.command_line import given, instead
 from suite.command.errors import ConfigurationError
-from suite.running.importing import class_count, imported
+from suite.running.importing import class_count, imported, parameters
 from suite.running.own_data import part_argument
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
@@ -51,9 +51,8 @@ def check_arguments(
     Args:
         known: parameters that are given to it anyway.
     """
-    try:
-        taken = _parameters(function)
-    except (TypeError, ValueError):  # something in C has no signature
+    taken = parameters(function)
+    if taken is None:
         return
     free = [name for name in taken if name not in (known or [])]
     anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
@@ -81,10 +80,7 @@ def _part(function: Callable, given: object) -> list[str]:
 
 def _first(function: Callable, given: object = None, count: int = 1) -> list[str]:
     """The parameters that the suite fills: the network, what an optimizer updates, the optimizer."""
-    try:
-        return list(inspect.signature(function).parameters)[:count]
-    except (TypeError, ValueError):
-        return []
+    return list(parameters(function) or [])[:count]
 
 
 def _outputs_and_targets(function: Callable, given: object) -> list[str]:
@@ -99,13 +95,6 @@ _KNOWN: dict[str, Callable[[Callable, object], list[str]]] = {
     "loss": _outputs_and_targets,
     "scheduler": _first,
 }
-
-
-def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
-    try:
-        return inspect.signature(function, eval_str=True).parameters
-    except NameError:  # an annotation that only a type checker can read
-        return inspect.signature(function).parameters
 
 
 def _fits(value: Any, annotation: Any) -> bool:

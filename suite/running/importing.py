@@ -7,7 +7,7 @@ import importlib
 import inspect
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -40,6 +40,16 @@ def imported(setting: str, target: str) -> Callable:
     return function
 
 
+def parameters(function: Callable) -> Mapping[str, inspect.Parameter] | None:
+    """By name, annotations as types where they can be read; None where it has no signature."""
+    for read in (True, False):
+        try:
+            return inspect.signature(function, eval_str=read).parameters
+        except Exception:  # an annotation that only a type checker can read; something in C
+            continue
+    return None
+
+
 # How networks name the number of classes. A function that takes any keyword is given the commonest name.
 CLASSES = ("num_classes", "classes", "n_classes", "nb_classes", "nclasses", "n_class", "num_class")
 CLASSES += ("num_labels", "n_labels", "n_outputs", "num_outputs", "vocab_size", "vocabulary_size")
@@ -47,10 +57,7 @@ CLASSES += ("num_labels", "n_labels", "n_outputs", "num_outputs", "vocab_size", 
 
 def class_count(function: Callable) -> str | None:
     """The parameter of a network that takes the number of classes; None where it has none."""
-    try:
-        taken = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # something in C has no signature
-        return None
+    taken = parameters(function) or {}
     named = [name for name in CLASSES if name in taken]
     anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
     return named[0] if named else CLASSES[0] if anything else None

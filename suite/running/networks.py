@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from suite.command.command_line import instead
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.users_code import let_end
 from suite.data.images import Images
-from suite.running.importing import class_count, imported
+from suite.running.importing import class_count, imported, parameters
 from suite.running.updates import make_clip, make_loss, make_optimizer, make_scheduler
 
 Rewrite = Callable[[nn.Module], nn.Module]
@@ -71,7 +70,7 @@ def _meant(target: str, error: BaseException | None) -> str:
     module = sys.modules[imported("model._target_", target).__module__]
     if found is None or (made := getattr(module, found[1], None)) is None:
         return ""
-    return f": {instead(found[2], [*inspect.signature(made).parameters])}"
+    return f": {instead(found[2], [*(parameters(made) or [])])}"
 
 
 def load_rewrite(settings: DictConfig) -> Rewrite:
@@ -79,8 +78,8 @@ def load_rewrite(settings: DictConfig) -> Rewrite:
     target = settings.rewrite.target
     function = imported("rewrite.target", target)
     options = dict(settings.rewrite.options or {})
-    accepted = inspect.signature(function).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+    accepted = parameters(function)
+    if accepted is None or any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
         return partial(function, **options)
     # an experiment's options stay behind when another target takes the place of its own
     return partial(function, **{k: v for k, v in options.items() if k in accepted})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from suite import data
 from suite.command.errors import ConfigurationError
 from suite.command.users_code import let_end
 from suite.data.images import DataError, Images
-from suite.running.importing import imported
+from suite.running.importing import imported, parameters
 
 # By what a training and a test set are asked for, where the signature has it and the settings do not.
 PARTS = {"train": (True, False), "split": ("train", "test")}
@@ -51,10 +50,7 @@ def only_images(found: object, settings: DictConfig) -> Images:
 
 def part_argument(function: Callable, given: object) -> str | None:
     """The parameter by which training and test set are asked for, where the settings do not set it."""
-    try:
-        taken = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return None
+    taken = parameters(function) or {}
     return next((name for name in PARTS if name in taken and name not in given), None)
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import resource_tracker
 
 import cloudpickle
 
@@ -45,6 +46,7 @@ def side_by_side(
     """
     if _NO_NEWS not in sys.warnoptions:
         sys.warnoptions.append(_NO_NEWS)
+    _start_tracker()
     context = multiprocessing.get_context("spawn")
     messages, started = context.Queue(), context.Value("i", 0)
     listener = threading.Thread(target=_listen, args=(messages, heard), daemon=True)
@@ -66,6 +68,15 @@ def side_by_side(
         executor.shutdown(cancel_futures=True)
         messages.put(None)
         listener.join(timeout=5)  # one that was killed in the middle of a word leaves it waiting
+
+
+def _start_tracker() -> None:
+    """It is deaf to SIGINT and SIGTERM, and inherits to be so to the others that end a whole group."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS.keys() - {signal.SIGINT, signal.SIGTERM})
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _listen(messages: multiprocessing.Queue, heard: Heard) -> None:

@@ -22,13 +22,17 @@ from tests.driftlab.hostile_doors import (
     RIGHT,
     Awkward,
     Groups,
+    Steps,
+    WritingIds,
     behind,
     changing_defaults,
+    copied_to,
     drawing,
     holding_itself,
     moved,
     overriding,
     untold,
+    writing_targets,
 )
 
 torch.set_num_threads(1)
@@ -120,6 +124,10 @@ ONE_LINE = {
     ),
     "clip raises": (diagnose, "clip", lambda: raising, r"KeyError: 'several.*hostile.py:\d+\)"),
     "clip is awkward": (diagnose, "clip", Awkward, "clip is <Awkward instance"),
+    "clip is too large": (diagnose, "clip", lambda: 10**400, "clip is 1000.*: give a norm above 0"),
+    "a scheduler's step raises": (diagnose, "scheduler", lambda: Steps, r"KeyError: 'several.*hostile.py"),
+    "too many steps": (diagnose, "steps", lambda: 10**400, "steps=1000.*: give a whole number, from 1 to 1"),
+    "too many an update": (diagnose, "accumulate", lambda: 10**400, "accumulate=1000.*, from 1 to 1"),
     "a network for a seed": (asserted, "seed", network, r"seed=Sequential\("),
     "an awkward seed": (gradient_check, "seed", Awkward, "seed=<Awkward instance"),
     "a network for a budget": (watched, "budget", network, r"budget is Sequential\("),
@@ -130,6 +138,7 @@ ONE_LINE = {
     "a class for a fold": (asserted, "fold", lambda: int, "fold raised TypeError: int.. argument"),
     "a lazy network": (gradient_check, "module", lambda: torch.nn.LazyLinear(3), "a lazy module"),
     "a copy refused": (gradient_check, "module", lambda: overriding("__deepcopy__"), "^Own cannot be copied"),
+    "a copy that is none": (asserted, "reference", lambda: copied_to(None), "its deep copy is a NoneType"),
     "sparse inputs": (in_chunks, "inputs", lambda: inputs().to_sparse_csr(), "sparse_csr: give it dense"),
 }
 
@@ -171,3 +180,20 @@ def test_weights_without_elements_have_a_fold():
 
     given = {"reference": beside, "candidate": lambda: behind(lambda _, y: y)}
     assert around(diagnose, USUAL[diagnose] | given).verdict in GOOD
+
+
+WRITES = {
+    "a network into its ids": {
+        "reference": WritingIds,
+        "batches": lambda: [(torch.arange(8) % 5, torch.arange(8) % 3)],
+    },
+    "a loss into its targets": {"loss": lambda: writing_targets},
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_into_a_batch_reaches_neither_another_arm_nor_the_caller(name):
+    given = {role: make() for role, make in (USUAL[diagnose] | WRITES[name]).items()}
+    kept = [[t.clone() for t in pair] for pair in given["batches"]]
+    assert diagnose(**given).verdict == "bit_identical"
+    assert all(torch.equal(t, k) for t, k in zip(given["batches"][0], kept[0], strict=True))

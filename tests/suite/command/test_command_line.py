@@ -8,6 +8,7 @@ import yaml
 
 from driftlab.record.seed_record import read_table
 from tests.suite.conftest import ROOT, small
+from tests.suite.refusing import assert_refused
 
 EXPERIMENTS = sorted(p.stem for p in (ROOT / "conf" / "experiment").glob("*.yaml"))
 
@@ -102,21 +103,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_bad_input_is_one_clear_line(train, case):
-    assert_refused(train, case)
+    arguments, message = REFUSED[case]
+    assert_refused(train(*arguments), message)
 
 
 @pytest.mark.parametrize("case", ["unknown experiment", "rate"])  # before torch is imported, and after
 def test_a_fresh_python_says_no_more_than_that_line(train_afresh, case):
-    assert_refused(train_afresh, case)
-
-
-def assert_refused(train, case):
     arguments, message = REFUSED[case]
-    done = train(*arguments)
-    assert done.status == 2
-    assert len(done.errors) == 1, done.err
-    assert done.errors[0].startswith("error: ")
-    assert message in done.errors[0]
+    assert_refused(train_afresh(*arguments), message)
 
 
 def test_a_run_leaves_the_files_of_the_contract(train_afresh, tmp_path):
@@ -222,11 +216,7 @@ SWEEPS = {
 
 @pytest.mark.parametrize("settings", SWEEPS)
 def test_what_one_job_of_a_sweep_cannot_have_is_refused_before_the_first_begins(train, tmp_path, settings):
-    done = train("-m", "+experiment=split_conv", *settings.split())
-    assert done.status == 2
-    assert len(done.errors) == 1, done.err
-    assert SWEEPS[settings] in done.errors[0]
-    assert not list(tmp_path.iterdir())
+    assert_refused(train("-m", "+experiment=split_conv", *settings.split()), SWEEPS[settings], tmp_path)
 
 
 def test_a_sweep_for_a_cluster_is_held_to_the_nodes_and_not_to_this_machine(train):

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from tests.suite.conftest import ROOT, small
+from tests.suite.refusing import assert_one_line
 
 QUICK = ["steps=6", "float64_steps=2", "probe_images=2", "batch_size=4", "eval_images=8"]
 QUICK += ["dtypes=[float32]", "model=resnet14", "checkpoint_every=0", "threads=1"]
@@ -30,12 +31,6 @@ def acts(train, tmp_path, monkeypatch):
         return train(*ACTING, "workers=1", *settings)
 
     return run
-
-
-def assert_one_line(done, status: int, text: str) -> None:
-    assert done.status == status, done.err
-    assert len(done.errors) == 1, done.err
-    assert text in done.errors[0]
 
 
 @pytest.mark.parametrize("name", STATUS)
@@ -202,7 +197,7 @@ def test_signals_at_random_moments(forked, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["INT", "TERM"])
+@pytest.mark.parametrize("name", STATUS)
 def test_a_signal_to_all_processes_of_a_command_with_workers(tmp_path, name):
     """As a terminal's Ctrl-C, timeout(1) and Slurm send it."""
     settings = ("+experiment=control", *QUICK, "steps=200", "seed=0..1", "workers=2")

@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from tests.suite.command.test_command_line import EXPERIMENTS
+from tests.suite.refusing import assert_refused
 
 SAID = {
     "+experiment=control seeds.augmentation=5 augment=false": ["beside augment=false: no image is moved"],
@@ -75,11 +76,21 @@ SAID = {
         "curve.points=11 is taken as curve.points=10: the case has no more points",
     ],
     "+experiment=gradient_check scale=small case.points=50": [],
+    "+experiment=gradient_check case.options={rows:2,columns:3} case.points=50 curve.points=9": [
+        "case.points=50 is taken as case.points=6: the case has no more elements",
+        "curve.points=9 is taken as curve.points=6: the case has no more points",
+    ],
+    "+experiment=gradient_check case.options={rows:2,columns:10} case.points=50": [
+        "case.points=50 is taken as case.points=10: scale=smoke",
+    ],
     "+experiment=group_semantics net.channels=[8,8,8,8,8]": ["beside scale: thin is judged"],
     "+experiment=group_semantics net.channels=[8,8,8,8,8] training.pair=net": [],
     "+experiment=group_semantics net.classes=3 thin.features=[8,9]": [],
-    "+experiment=split_gradient sweep.batch=[1,2,3]": ["is taken as sweep.batch=[1, 3]: scale=smoke"],
+    "+experiment=split_gradient sweep.batch=[1,2,3]": ["is taken as sweep.batch=[1, 3]: a case"],
     "+experiment=split_gradient scale=small sweep.batch=[1,2,3]": [],
+    "+experiment=split_gradient scale=small sweep.batch=[1,2,1]": ["is taken as sweep.batch=[1, 2]: a case"],
+    "+experiment=split_gradient sweep.batch=[3,3]": ["is taken as sweep.batch=[3]: a case is measured once"],
+    "+experiment=split_gradient scale=small sweep.split=[[1,-1],[1,63]]": ["sweep.split=[[1, -1]]: a case"],
 }
 USED = "data=shapes changes nothing: "  # of the tests' own settings
 
@@ -121,11 +132,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("settings", REFUSED)
 def test_what_is_set_in_two_ways_is_refused(train, tmp_path, settings):
-    done = train("+experiment=control", *settings.split())
-    assert done.status == 2
-    assert len(done.errors) == 1, done.err
-    assert REFUSED[settings] in done.errors[0]
-    assert not list(tmp_path.iterdir())
+    assert_refused(train("+experiment=control", *settings.split()), REFUSED[settings], tmp_path)
 
 
 def test_what_is_expected_of_ones_own_rewrite_is_kept(train, tmp_path):

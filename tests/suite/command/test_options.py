@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tests.suite.refusing import assert_refused
+
 REFUSED = {
     "hydra.job.chdir=maybe": "hydra.job.chdir=maybe cannot be used: write true or false",
     "hydra.job.num=x": "write a whole number",
@@ -57,18 +59,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("arguments", REFUSED)
 def test_a_refusal_says_what_to_write(train, tmp_path, arguments):
-    done = train("+experiment=control", *arguments.split())
-    assert done.status == 2
-    assert len(done.errors) == 1, done.err
-    assert REFUSED[arguments] in done.errors[0]
-    assert not list(tmp_path.iterdir())
+    assert_refused(train("+experiment=control", *arguments.split()), REFUSED[arguments], tmp_path)
 
 
 @pytest.mark.parametrize("names", ["[control,precision]", "control,precision"])
 def test_several_experiments_are_a_sweep(train, names):
-    done = train(f"+experiment={names}")
-    assert done.status == 2
-    assert "-m +experiment=control,precision" in done.err
+    assert_refused(train(f"+experiment={names}"), "-m +experiment=control,precision")
 
 
 def test_an_option_may_stand_between_settings(train, tmp_path):

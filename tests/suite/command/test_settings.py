@@ -18,6 +18,7 @@ from suite.command.explaining import explain
 from suite.command.schema import Group
 from suite.reading.stored import as_yaml, read_settings
 from tests.suite.conftest import ROOT, set_anew
+from tests.suite.refusing import assert_refused
 
 KINDS = {p.parent.name: p.parent.name for p in (ROOT / "experiments").glob("*/__init__.py")}
 KINDS["training"] = "split_conv"  # kind -> an experiment of it
@@ -220,11 +221,7 @@ ON_THE_COMMAND_LINE = {
 @pytest.mark.parametrize("case", ON_THE_COMMAND_LINE)
 def test_a_refusal_leaves_nothing(train, tmp_path, case):
     override, message = ON_THE_COMMAND_LINE[case]
-    done = train("+experiment=split_conv", *override.split())
-    assert done.status == 2
-    assert len(done.errors) == 1, done.err
-    assert message in done.errors[0]
-    assert not list(tmp_path.iterdir())
+    assert_refused(train("+experiment=split_conv", *override.split()), message, tmp_path)
 
 
 def test_an_experiments_own_options_stay_behind_with_its_rewrite(train):

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from suite.command.errors import ConfigurationError
 from suite.data.samples import SampleBatches
 from suite.running.own_data import load_data
+from tests.suite.refusing import assert_refused
 
 
 def loaded(name: str, **given):
@@ -109,9 +110,7 @@ REFUSED = {
 def test_a_refusal_leaves_nothing(train, tmp_path, case):
     override, line = REFUSED[case]
     done = train("+experiment=split_conv", "data._target_=tests.suite.own.Rows", *OWN, override)
-    assert done.status == 2
-    assert done.errors == [f"error: {line}"]
-    assert not list(tmp_path.iterdir())
+    assert_refused(done, f"error: {line}", tmp_path)
 
 
 def test_a_kind_that_looks_into_images_refuses_others(train):

@@ -12,6 +12,7 @@ from driftlab.record.seed_record import read_table, write_whole
 from experiments import gradient_check, split_gradient
 from suite.command.configuration import register_resolvers
 from tests.suite.conftest import ROOT
+from tests.suite.refusing import assert_refused
 
 QUICK = ("faults=false", "case.points=4", "curve.points=2", "curve.decades=3")
 
@@ -108,10 +109,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("arguments", "said"), REFUSED.values(), ids=REFUSED)
 def test_a_bad_setting_is_one_line(train, arguments, said):
-    done = train("+experiment=gradient_check", *QUICK, *arguments)
-    assert done.status == 2
-    assert len(done.errors) == 1
-    assert said in done.errors[0]
+    assert_refused(train("+experiment=gradient_check", *QUICK, *arguments), said)
 
 
 def test_fail_on_lists_the_verdict(train):

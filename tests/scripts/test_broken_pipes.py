@@ -1,0 +1,35 @@
+"""Whoever has read enough of what a script prints (``| head -1``) hears no more: 141, and not a word."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.suite.conftest import ROOT
+from tests.suite.reading.test_judge import make_run  # noqa: F401 (a fixture)
+from tests.suite.reading.test_publishing import run  # noqa: F401 (a fixture)
+
+SCRIPTS = sorted(p.name for p in (ROOT / "scripts").glob("*.py") if "__main__" in p.read_text())
+HEAVY = [pytest.param(name, marks=pytest.mark.slow) for name in ("benchmark.py", "calibrate.py")]
+
+
+def assert_silent(script, *arguments):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
+    own = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # argparse hides what it raises
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, cwd=ROOT, timeout=300, env=own)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+@pytest.mark.parametrize("name", [n for n in SCRIPTS if n not in ("benchmark.py", "calibrate.py")] + HEAVY)
+def test_help_that_nobody_reads(name):
+    assert_silent(name, "--help")
+
+
+@pytest.mark.parametrize("name", ["figures.py", "judge.py"])
+def test_a_runs_lines_that_nobody_reads(name, run):  # noqa: F811
+    assert_silent(name, run)
