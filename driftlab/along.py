@@ -8,14 +8,13 @@ import torch
 
 from driftlab.diagnosis import Diagnosis, diagnosed
 from driftlab.inquiry import Examined
-from driftlab.lockstep.arm import DTYPES
 from driftlab.lockstep.local import local_rows
 from driftlab.lockstep.window import Batch
 from driftlab.network.pair import Pair
 from driftlab.probes.local_windows import PROBE
 from driftlab.record.local_windows import as_record, windows_of
 from driftlab.record.seed_record import Row, SeedRecord
-from driftlab.verdict.envelope import first_excess, honoured, pair_with_controls, window_pair
+from driftlab.verdict.envelope import PAIRS, first_excess, honoured, pair_with_controls, window_pair
 from driftlab.verdict.evidence import PASSES
 from driftlab.verdict.outcomes import part_of_a_training
 from driftlab.verdict.rules import judge
@@ -81,7 +80,7 @@ def look_briefly(pair: Pair, batches: Sequence[Batch], begins: int) -> Diagnosis
     stays = all_stay(rows, found)
     if stays.evidence.supports is None:
         return None
-    distances = [f"{kind}/candidate.{dtype}" for kind, _ in PASSES for dtype in DTYPES]
+    distances = [f"{kind}/candidate.{dtype}" for kind, _ in PASSES for dtype in PAIRS]
     same = not any(row.get(column, 0.0) for row in rows for column in distances)
     verdict = Verdict.BIT_IDENTICAL if same else Verdict.ROUND_OFF
     record = _record(rows, found)

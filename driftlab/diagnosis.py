@@ -27,7 +27,7 @@ from driftlab.arithmetic.returned import ByHand, mapped, returned
 from driftlab.blame import described, is_out_of_memory, theirs
 from driftlab.fold import Fold
 from driftlab.inquiry import Examined, before_training, inquire
-from driftlab.lockstep.arm import ONE_WEIGHT
+from driftlab.lockstep.control import ONE_WEIGHT
 from driftlab.lockstep.window import Batches, Snapshots, Window
 from driftlab.network.calling import calling, copied, each_tensor, named_leaves, own_batch
 from driftlab.network.compiled import eager
@@ -386,7 +386,7 @@ class InMemory:
     def train(self, found: Examined) -> SeedRecord:
         if settled_by(found.findings):
             return SeedRecord(self.pair.seed, [], [], {"arms": {}})
-        record = self._window(dtypes=found.dtypes, float64=found.float64).run()
+        record = self._window(dtypes=self.pair.trained_in(found.dtypes), float64=found.float64).run()
         self._second = self._window(dtypes=("float32",), controls=())
         self._snapshots = Snapshots(self.pair, self._second)
         return record

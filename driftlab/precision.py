@@ -44,6 +44,10 @@ class Precision:
         return 1 - round(math.log2(torch.finfo(self.computes_in).eps))
 
     @property
+    def in_16_bits(self) -> bool:
+        return self.computes_in in (torch.bfloat16, torch.float16)
+
+    @property
     def unit_round_off(self) -> float:
         return 2.0**-self.bits
 
@@ -51,8 +55,15 @@ class Precision:
         """Inside, forward passes and losses of ``module`` run; backward passes belong outside."""
         if self.autocast is None:
             return nullcontext()
-        device = next((p.device.type for p in module.parameters()), "cpu")
-        return torch.autocast(device, self.autocast)
+        return torch.autocast(_device(module), self.autocast)
+
+    def scaler(self, module: nn.Module) -> torch.amp.GradScaler | None:
+        """Of the loss of ``module``, as torch and Lightning begin it: without, gradients of float16 underflow."""
+        return torch.amp.GradScaler(_device(module)) if self.autocast is torch.float16 else None
+
+
+def _device(module: nn.Module) -> str:
+    return next((p.device.type for p in module.parameters()), "cpu")
 
 
 FLOAT32 = Precision("float32", torch.float32)

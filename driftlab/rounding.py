@@ -16,6 +16,8 @@ HALFWAY_BITS = 2.0**6.5
 # In 16 bits there is no narrower format to stand halfway to: an accumulator or a softmax that is left in
 # them errs some times more than one in float32, and a right rewrite that rounds at other places up to twice.
 NARROWER = 4.0
+# A candidate in 16 bits beside its control there, which computes with every weight a unit off.
+BESIDE_16_BITS = 4.0
 # Below this float64 distance a rounding error does not reach a kink by chance: fewer than 1e8
 # pre-activations, at most about one unit of density each, make less than one flip in a hundred steps.
 NO_KINK_IN_REACH = 1e-10

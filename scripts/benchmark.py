@@ -35,7 +35,7 @@ import torch  # noqa: E402
 from hydra import compose, initialize_config_dir  # noqa: E402
 from omegaconf import DictConfig  # noqa: E402
 
-from driftlab.lockstep.arm import DTYPES, Arm  # noqa: E402
+from driftlab.lockstep.arm import Arm  # noqa: E402
 from driftlab.lockstep.loop import Lockstep  # noqa: E402
 from driftlab.network.calling import cast  # noqa: E402
 from suite.command.configuration import register_resolvers, resolve  # noqa: E402
@@ -93,15 +93,15 @@ def bare_seconds(settings: DictConfig, images: Images) -> float:
 
 
 def _bare_loop(arm: Arm, batches: Batches, lockstep: Lockstep) -> float:
-    dtype, began = DTYPES[arm.dtype], time.perf_counter()
+    precision, began = arm.precision, time.perf_counter()
     for step in range(arm.horizon + 1):
         inputs, targets = batches.batch(step)
         arm.optimizer.zero_grad()
-        lockstep.loss(arm.module(cast(inputs, dtype)), targets).backward()
+        with precision.forward(arm.module):
+            loss = lockstep.loss(arm.module(cast(inputs, precision.dtype)), targets)
+        arm.backward(loss)
         if step < arm.horizon:
-            arm.optimizer.step()
-            if arm.scheduler is not None:
-                arm.scheduler.step()
+            arm.update()
     _wait(lockstep)
     return time.perf_counter() - began
 

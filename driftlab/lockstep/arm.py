@@ -1,30 +1,31 @@
-"""The arms of an experiment: reference, candidate and control, in each dtype, as a tree.
+"""The arms of an experiment: reference, candidate and control, in each precision, as a tree.
 
 Every arm but the root is compared with exactly one other, its *against*: candidate and control with
-the reference of their own dtype, and the float32 reference with the float64 one. So each distance
-belongs to one arm and needs no second name.
+the reference of their own precision, the float32 reference with the float64 one, and a reference in 16 bits
+with the float32 one. So each distance belongs to one arm and needs no second name.
 """
 
 from __future__ import annotations
 
-import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from driftlab.arithmetic.units import unless_zero
 from driftlab.blame import theirs
 from driftlab.fold.layout import AnyFold
+from driftlab.lockstep.control import IN_16_BITS, ONE_WEIGHT, Control
 from driftlab.network.calling import copied
 from driftlab.network.pair import in_its_own_mode
-from driftlab.words import DiagnoseError
+from driftlab.precision import FLOAT32, FLOAT64, PRECISIONS, Precision
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+# Weights of float16 are moved by no update that is smaller than a thousandth of them: nobody trains them.
+TRAINED_IN = tuple(name for name in PRECISIONS if name != "16-true")
 ROLES = ("reference", "candidate", "control")
 
 
@@ -39,8 +40,8 @@ class Arm:
 
     Attributes:
         role: one of ``ROLES``.
-        dtype: a key of ``DTYPES``.
-        module: the network, its floating tensors in ``dtype``.
+        dtype: the name of its precision, one of ``TRAINED_IN``.
+        module: the network, its floating tensors as the precision holds them.
         optimizer: over the parameters of ``module`` alone.
         fold: from the module's tensor names to the reference's names and shapes.
         horizon: the number of updates after which the arm ends.
@@ -48,6 +49,10 @@ class Arm:
         scheduler: moves the learning rate after each update, where there is one.
         clip: bounds the module's gradients before each update, where there is one.
         after_update: called after each update, where there is one (a control that is nudged again and again).
+        otherwise: a context, given the step, in which the network computes otherwise than its weights say (a
+            control in 16 bits).
+        scaler: of the loss, where the precision needs one.
+        skipped: how many updates the scaler has left out, their gradients being NaN or inf.
         blown_up_at: the step whose loss was NaN or inf, None while there was none.
     """
 
@@ -61,9 +66,12 @@ class Arm:
     scheduler: LRScheduler | None = None
     clip: Callable[[nn.Module], object] | None = None
     after_update: Callable[[], None] | None = None
+    otherwise: Callable[[int], AbstractContextManager] = lambda step: nullcontext()
+    skipped: int = field(default=0, init=False)
     blown_up_at: int | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        self.scaler = self.precision.scaler(self.module)
         # walking the tree of modules at every logged step would cost as much as the distances
         self.parameters = dict(self.module.named_parameters())
         self.trained = {n: p for n, p in self.parameters.items() if p.requires_grad}
@@ -72,6 +80,10 @@ class Arm:
     def name(self) -> str:
         return f"{self.role}.{self.dtype}"
 
+    @property
+    def precision(self) -> Precision:
+        return PRECISIONS[self.dtype]
+
     def measured_at(self, step: int) -> bool:
         """Whether the arm still runs forward and backward at ``step`` (its last, ``horizon``, included)."""
         return step <= self.horizon and (self.blown_up_at is None or step <= self.blown_up_at)
@@ -79,68 +91,40 @@ class Arm:
     def updated_at(self, step: int) -> bool:
         return step < self.horizon and self.blown_up_at is None
 
+    def backward(self, loss: Tensor) -> None:
+        """Leaves the gradients of the loss, whatever it was scaled by on the way."""
+        if self.scaler is None:
+            loss.backward()
+            return
+        self.scaler.scale(loss).backward()
+        if self._has_gradients():
+            self.scaler.unscale_(self.optimizer)
 
-def nudge(module: nn.Module, seed: int) -> str:
-    """Move one weight of ``module`` to the next number of its own dtype, away from zero, in place.
+    def update(self) -> None:
+        """One step of clip, optimizer and scheduler; the scheduler moves where the scaler skips the step too."""
+        if self.clip is not None:
+            theirs(self.clip, self.module)
+        skips = self.scaler is not None and self._has_gradients() and not self._step_scaled()
+        if self.scaler is None:
+            self.optimizer.step()
+        self.skipped += skips
+        if self.scheduler is not None:
+            with warnings.catch_warnings() if skips else nullcontext():
+                if skips:  # torch warns of a scheduler that moves before the first update
+                    warnings.simplefilter("ignore")
+                theirs(self.scheduler.step)
+        if self.after_update is not None:
+            self.after_update()
 
-    The weight is drawn by ``seed`` among the non-zero entries of the parameters with two dimensions
-    or more, so that the same one is moved whatever the dtype. Returns its name, ``layer.weight[123]``.
+    def _step_scaled(self) -> bool:
+        """Whether the scaler let the optimizer step."""
+        before = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return self.scaler.get_scale() >= before
 
-    Raises:
-        DiagnoseError: where no parameter has a non-zero entry.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    parameters = list(module.named_parameters())
-    choices = [(n, p) for n, p in parameters if p.dim() > 1 and bool(p.any())] or [
-        (n, p) for n, p in parameters if bool(p.any())
-    ]
-    if not choices:
-        raise DiagnoseError("the control cannot be nudged: the network has no parameter that is not zero")
-    sizes = torch.tensor([p.numel() for _, p in choices], dtype=torch.float64)
-    name, parameter = choices[int(torch.multinomial(sizes, 1, generator=generator))]
-    flat = parameter.detach().reshape(-1)
-    nonzero = flat.nonzero().flatten()
-    index = int(nonzero[int(torch.randint(len(nonzero), (1,), generator=generator))])
-    position = tuple(int(i) for i in np.unravel_index(index, parameter.shape))
-    with torch.no_grad():
-        parameter[position] = torch.nextafter(flat[index], flat[index] * torch.inf)
-    return f"{name}[{index}]"
-
-
-@torch.no_grad()
-def nudge_all(module: nn.Module, generator: torch.Generator) -> None:
-    """Move every weight that is not zero by one ulp, up or down by chance, in place."""
-    for parameter in module.parameters():
-        parameter.copy_(unless_zero(parameter, generator))
-
-
-@dataclass(frozen=True)
-class Control:
-    """The reference moved by one ulp: in one weight, in ``every`` weight, ``again`` after each update."""
-
-    role: str
-    every: bool = False
-    again: bool = False
-
-    @property
-    def longest(self) -> float:
-        """Updates after which it ends: what the larger ensemble showed by then stands for the rest."""
-        return ENSEMBLE_STEPS if self.every else math.inf
-
-    def move(self, arm: Arm, seed: int) -> None:
-        """Nudge the arm's weights, now and as often as this control does."""
-        generator = torch.Generator().manual_seed(seed)
-        if self.every:
-            nudge_all(arm.module, generator)
-        else:
-            nudge(arm.module, seed)
-        arm.after_update = (lambda: nudge_all(arm.module, generator)) if self.again else None
-
-
-ENSEMBLE_STEPS = 9
-ONE_WEIGHT = Control("control")
-# Rounding as a rewrite makes it: otherwise in every weight, and at every step.
-ENSEMBLE = (ONE_WEIGHT, Control("control_all", every=True), Control("control_each", every=True, again=True))
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for p in self.trained.values())
 
 
 def make_arm(
@@ -157,10 +141,11 @@ def make_arm(
 ) -> Arm:
     """An arm of a copy of ``network``, compared with nothing yet.
 
-    A candidate may keep some weights in fewer bits: in float32 they stay as they are.
+    A candidate may keep some weights in fewer bits: where weights are float32 they stay as they are.
     """
-    keep = role == "candidate" and dtype == "float32"
-    module = copied(network).to(device=device, dtype=None if keep else DTYPES[dtype])
+    held = PRECISIONS[dtype].dtype
+    keep = role == "candidate" and held is torch.float32
+    module = copied(network).to(device=device, dtype=None if keep else held)
     in_its_own_mode(module)
     steps = theirs(optimizer, module)
     moves = scheduler(steps) if scheduler else None
@@ -188,23 +173,27 @@ def grow(
         reference, candidate: float32 networks that start from the same weights; they are copied.
         optimizer: makes an arm's optimizer of its network; ``candidate_optimizer`` the
             candidate's, if it differs.
-        horizons: for each dtype the number of updates, for example ``{"float32": 200, "float64": 40}``.
+        horizons: for each precision the number of updates, for example ``{"float32": 200, "float64": 40}``.
+        controls: of float32 and float64. In 16 bits there is one where there are any: a weight by itself,
+            moved by one unit, is lost there (``driftlab.lockstep.control``).
         scheduler: makes an arm's learning-rate scheduler of its optimizer, or None.
         clip: bounds the gradients of a module.
         device: where the arms lie; where the networks do if None.
         float64_candidate: False for a candidate that cannot run in float64.
     """
     arms: list[Arm] = []
-    wide = None
-    for dtype in sorted(horizons, key=lambda d: DTYPES[d].itemsize, reverse=True):
+    wider, controls = None, list(controls)
+    for dtype in sorted(horizons, key=lambda d: PRECISIONS[d].bits, reverse=True):
         horizon, shared = horizons[dtype], {"scheduler": scheduler, "clip": clip, "device": device}
         own = make_arm("reference", dtype, reference, optimizer, horizon, **shared)
-        own.against, wide = wide, wide or (own if dtype == "float64" else None)
+        own.against = wider
+        if own.precision in (FLOAT64, FLOAT32):
+            wider = own
         others = []
-        if candidate is not None and (dtype == "float32" or float64_candidate):
+        if candidate is not None and (dtype != "float64" or float64_candidate):
             steps = candidate_optimizer or optimizer
             others.append(make_arm("candidate", dtype, candidate, steps, horizon, fold=fold, **shared))
-        for control in controls:
+        for control in [IN_16_BITS] if controls and own.precision.in_16_bits else controls:
             ends = int(min(horizon, control.longest))
             others.append(make_arm(control.role, dtype, reference, optimizer, ends, **shared))
             control.move(others[-1], nudge_seed)

@@ -87,6 +87,8 @@ def save_checkpoint(
         rest["optimizer"] = _take_apart(arm.optimizer.state_dict(), f"{arm.name}/optimizer", tensors)
         if arm.scheduler is not None:
             rest["scheduler"] = _take_apart(arm.scheduler.state_dict(), f"{arm.name}/scheduler", tensors)
+        if arm.scaler is not None:
+            rest |= {"scaler": arm.scaler.state_dict(), "skipped": arm.skipped}
         _take_apart(arm.module.state_dict(), f"{arm.name}/module", tensors)
         header["arms"][arm.name] = rest
     # a copy of what lies on a GPU, none of what lies here: nothing trains while it is written
@@ -176,6 +178,9 @@ def _restore(arm: Arm, rest: dict, tensors: dict[str, Tensor]) -> None:
     arm.optimizer.load_state_dict(_put_together(rest["optimizer"], tensors))
     if arm.scheduler is not None:
         arm.scheduler.load_state_dict(_put_together(rest["scheduler"], tensors))
+    if arm.scaler is not None:
+        arm.scaler.load_state_dict(rest["scaler"])
+        arm.skipped = rest["skipped"]
     arm.blown_up_at = rest["blown_up_at"]
 
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from driftlab.arithmetic.draws import Draws
 from driftlab.arithmetic.kinks import KinkSides, kink_sides
 from driftlab.blame import theirs
-from driftlab.lockstep.arm import DTYPES, Arm
+from driftlab.lockstep.arm import Arm
 from driftlab.lockstep.distance import Folded, Layout
 from driftlab.lockstep.seen import Seen
 from driftlab.measures import Measure, Moment, measures_at
@@ -110,13 +110,7 @@ class Lockstep:
         """One step of every arm's optimizer and scheduler, where its horizon and its loss allow it."""
         for arm in self.arms:
             if arm.updated_at(step):
-                if arm.clip is not None:
-                    theirs(arm.clip, arm.module)
-                arm.optimizer.step()
-                if arm.scheduler is not None:
-                    theirs(arm.scheduler.step)
-                if arm.after_update is not None:
-                    arm.after_update()
+                arm.update()
 
     def flush(self) -> None:
         """Fetch what was measured since the last time; mark the arms whose loss became NaN or inf."""
@@ -139,7 +133,8 @@ class Lockstep:
         self.flush()
         folded, seen, measured = Folded(self.layouts), {}, {}
         for arm in (a for a in self.live(step) if a.blown_up_at is None):
-            outputs, targets = self.predictions(arm, batches)
+            with arm.otherwise(step):
+                outputs, targets = self.predictions(arm, batches)
             seen[arm.name] = self._named(Seen(arm, folded, outputs, targets), seen)
             measured |= _measured(measures_at(Moment.EVALUATION), arm, seen)
         return {column: float(value) for column, value in measured.items()}
@@ -150,21 +145,23 @@ class Lockstep:
         Those of several batches are joined along the first dimension of each tensor in them.
         """
         seed_random_layers(self.seed)
-        with evaluation_mode(arm.module), self._drawing(arm, training=False):
-            pairs = [(self.call(arm.module, own_batch(x, DTYPES[arm.dtype])), y) for x, y in batches]
+        precision = arm.precision
+        with evaluation_mode(arm.module), self._drawing(arm, training=False), precision.forward(arm.module):
+            pairs = [(self.call(arm.module, own_batch(x, precision.dtype)), y) for x, y in batches]
         outputs, targets = pairs[0] if len(pairs) == 1 else map(_joined, zip(*pairs, strict=True))
         return cast(outputs, torch.float64), targets
 
     def _run(self, arm: Arm, folded: Folded, step: int, inputs: object, targets: object) -> Seen:
         seed_random_layers(step_seed(self.seed, step))
         arm.optimizer.zero_grad(set_to_none=True)
-        sides = None
-        with self._drawing(arm, training=True):
-            outputs = self.call(arm.module, own_batch(inputs, DTYPES[arm.dtype]))
-            loss = one_number(theirs(self._losses[arm.name], outputs, cast(targets, DTYPES[arm.dtype])))
+        sides, precision = None, arm.precision
+        with self._drawing(arm, training=True), arm.otherwise(step):
+            with precision.forward(arm.module):
+                outputs = self.call(arm.module, own_batch(inputs, precision.dtype))
+                loss = one_number(theirs(self._losses[arm.name], outputs, cast(targets, precision.dtype)))
             if self.is_logged(step):
                 sides = self._sides[arm.name] = kink_sides(loss, self._sides.get(arm.name))
-            loss.backward()
+            arm.backward(loss)
         outputs = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
         return Seen(arm, folded, outputs, targets, loss=loss.detach(), sides=sides)
 
@@ -178,7 +175,7 @@ class Lockstep:
 
     def _drawing(self, arm: Arm, training: bool) -> AbstractContextManager[None]:
         """Inside, a float64 arm draws its random numbers as its float32 arm does."""
-        wide = arm.dtype == "float64"
+        wide = arm.precision.dtype is torch.float64
         return self._draws[arm.name, training].as_float32() if wide else nullcontext()
 
     def _keep(self, step: int, measured: dict[str, Tensor]) -> None:
@@ -196,8 +193,8 @@ class Lockstep:
 
 
 def _loss_of(arm: Arm, loss: Loss) -> Loss:
-    """What the arm is trained on, in its dtype."""
-    loss, dtype = loss_of(arm.module, loss), DTYPES[arm.dtype]
+    """What the arm is trained on, its tensors as the arm's precision holds them."""
+    loss, dtype = loss_of(arm.module, loss), arm.precision.dtype
     return loss_in(loss, lambda module: copied(module).to(dtype), lambda held: cast(held, dtype))
 
 

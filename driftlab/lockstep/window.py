@@ -20,7 +20,8 @@ from typing import Protocol
 from torch import nn
 
 from driftlab.fold.layout import relative_distance
-from driftlab.lockstep.arm import ENSEMBLE, Arm, Control, grow
+from driftlab.lockstep.arm import Arm, grow
+from driftlab.lockstep.control import ENSEMBLE, Control
 from driftlab.lockstep.loop import Lockstep
 from driftlab.network.calling import step_seed
 from driftlab.network.pair import Pair, without_gradients
@@ -85,6 +86,7 @@ class Window:
 
     Args:
         steps: updates.
+        dtypes: the precisions; None for float64, float32 and, where it is another one, the pair's own.
         float64: whether the candidate takes part in float64 too.
         controls: which of ``ENSEMBLE``; none for a second run that only has to repeat the first.
     """
@@ -95,7 +97,7 @@ class Window:
         batches: Batches,
         steps: int,
         *,
-        dtypes: Sequence[str] = ("float64", "float32"),
+        dtypes: Sequence[str] | None = None,
         float64: bool = True,
         controls: Sequence[Control] = ENSEMBLE,
     ):
@@ -106,7 +108,7 @@ class Window:
             s.candidate,
             optimizer=s.optimizer,
             candidate_optimizer=s.candidate_optimizer,
-            horizons=dict.fromkeys(dtypes, steps),
+            horizons=dict.fromkeys(dtypes or pair.trained_in(), steps),
             scheduler=s.scheduler,
             clip=s.clip,
             controls=controls,

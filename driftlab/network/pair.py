@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -69,6 +69,11 @@ class Pair:
         self.counterparts = paired_modules(self.reference, self.candidate, self.fold.sources)
         self.written_otherwise = _written_otherwise(self.reference, self.candidate, self.fold)
         self.changed = changed_by(REWRITE)
+
+    def trained_in(self, others: Sequence[str] = ("float64", "float32")) -> tuple[str, ...]:
+        """``others``, and its own precision where weights of float32 are trained in 16 bits."""
+        mixed = self.precision.in_16_bits and self.precision.dtype is torch.float32
+        return (*others, self.precision.name) if mixed else (*others,)
 
     def comparable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The fold, less the parameters that the candidate writes otherwise: they never were equal."""

@@ -8,7 +8,7 @@ In this order, the first that applies:
 3. no difference in any bit -> ``bit_identical``; ``reduced_precision`` where the candidate takes bits from
    float32 in the whole process, which is not so while it is measured
 4. the pair leaves its controls in float64 (float32, where the candidate has no float64), and a look on the
-   spot does not find that to be rounding -> ``bug``
+   spot does not find that to be rounding -> ``bug``; the same in 16 bits alone, where it was trained there
 5. none of the arms or probes that could tell -> ``inconclusive``
 6. the same function, in fewer bits -> ``reduced_precision``
 7. the same function, and the reference or the control falls over in some seed -> ``unstable``; the candidate
@@ -31,6 +31,7 @@ from driftlab.verdict import envelope
 from driftlab.verdict import evidence as curves
 from driftlab.verdict.envelope import PAIRS
 from driftlab.verdict.evidence import DRIFT, DTYPE_RATIO, FLOAT32_START, SAME_BITS
+from driftlab.verdict.in_16_bits import asked_in_16_bits
 from driftlab.verdict.outcomes import STABILITY, accuracy_evidence, stability
 from driftlab.verdict.outcomes import outcomes as outcomes_over_seeds
 from driftlab.verdict.unexplained import explained, is_above, unexplained
@@ -123,6 +124,9 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
         (pair, evaluation), excess, eval_place = map(_carried_on, (pair, evaluation)), None, None
     outcomes = outcomes_over_seeds(records, subject)
     place = _place(records, excess, eval_place)
+    in_16_bits = list(asked_in_16_bits(records, subject))
+    if narrow:  # which puts it as far apart there
+        in_16_bits = [(replace(e, supports=None), None) for e, _ in in_16_bits]
     measured = [
         curves.same_bits(records, subject),
         pair,
@@ -130,6 +134,7 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
         evaluation,
         curves.float32_start(records, subject, place is None),
         curves.drift(records, subject),
+        *(e for e, _ in in_16_bits),
     ]
     evidence = explained(measured, {f.evidence.probe: f.evidence for f in probes})
     deciding = [*(f.evidence for f in probes if f.decides), *evidence[1:]]  # that they differ is no fault
@@ -137,6 +142,8 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
     found = {e.probe: e for e in evidence} | {f.evidence.probe: f.evidence for f in probes}
     failed = next((f.evidence for f in probes if f.decides and f.evidence.status is Status.FAILED), None)
     controlled = all("control.float64" in r.arms for r in records)
+    beyond = next((e for e, where in in_16_bits if where), None) if place is None else None
+    place = place or next((where for _, where in in_16_bits if where), None)
     verdict = Verdict.INCONCLUSIVE if failed else _verdict(found, subject, place, controlled)
     if unseen and verdict is not Verdict.BUG:
         verdict = Verdict.INCONCLUSIVE
@@ -149,6 +156,8 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
         if failed
         else _open(strange)
         if strange
+        else f"not the same function in 16 bits: {beyond.reading}"
+        if beyond and verdict is Verdict.BUG
         else _headline(verdict, found, subject, place, len(records))
     )
     if unseen and not failed and verdict is Verdict.INCONCLUSIVE:

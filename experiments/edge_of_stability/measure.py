@@ -11,7 +11,8 @@ from torch import nn
 
 from driftlab.arithmetic.sizes import fewer_samples
 from driftlab.inquiry import before_training
-from driftlab.lockstep.arm import Arm, nudge
+from driftlab.lockstep.arm import Arm
+from driftlab.lockstep.control import nudge
 from driftlab.lockstep.loop import Lockstep
 from driftlab.network.calling import copied
 from driftlab.network.pair import Pair

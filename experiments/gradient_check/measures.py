@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from driftlab.finite.prediction import UNITS, Law, spacing
-from driftlab.lockstep.arm import DTYPES
+from driftlab.precision import PRECISIONS
 from experiments.gradient_check.case import Against, Case
 
 # Steps at which float64 gives second and third derivatives to more digits than the laws need, in units of
@@ -35,7 +35,7 @@ class Elements:
     indices: Sequence[int]
 
     def __post_init__(self) -> None:
-        to = {"device": self.device, "dtype": DTYPES[self.dtype]}
+        to = {"device": self.device, "dtype": PRECISIONS[self.dtype].dtype}
         loss = copy.deepcopy(self.case.loss)
         own = Case(
             copy.deepcopy(self.case.module).to(**to),

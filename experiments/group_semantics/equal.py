@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from driftlab.arithmetic.integers import EXACT_PASSES, IntegerPair
 from driftlab.arithmetic.passes import Passes, Recorded, run
 from driftlab.arithmetic.sizes import with_gradients
-from driftlab.lockstep.arm import DTYPES
 from driftlab.network.calling import copied
+from driftlab.precision import PRECISIONS
 from driftlab.probes.rounding_bound import Bound, rounding_bounds
 from driftlab.rounding import UNIT_ROUND_OFF
 from models.rewrites.grouped_conv import separate_groups
@@ -80,12 +80,12 @@ def kernels(pair: Pair, dtype: str) -> dict[str, list[str]]:
     """Which of its convolution kernels torch chooses for the forward pass of either."""
     chosen = {}
     for name, module in (("grouped", pair.grouped), ("separate", pair.separate)):
-        module, kept = copied(module).to(DTYPES[dtype]), []
+        module, kept = copied(module).to(PRECISIONS[dtype].dtype), []
         for conv in (m for m in module.modules() if isinstance(m, nn.Conv2d)):
             conv.register_forward_pre_hook(
                 lambda conv, inputs, kept=kept: kept.append(_kernel(conv, *inputs))
             )
-        module(pair.call.args[0].detach().to(DTYPES[dtype]))
+        module(pair.call.args[0].detach().to(PRECISIONS[dtype].dtype))
         chosen[name] = sorted(set(kept))
     return chosen
 

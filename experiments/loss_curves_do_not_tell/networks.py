@@ -9,7 +9,8 @@ from functools import partial
 from omegaconf import DictConfig
 from torch import nn
 
-from driftlab.lockstep.arm import Arm, nudge
+from driftlab.lockstep.arm import Arm
+from driftlab.lockstep.control import nudge
 from driftlab.network.calling import copied
 from driftlab.network.pair import Pair
 from models.rewrites.planted_bug import split_without_input_gradient

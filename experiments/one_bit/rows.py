@@ -10,7 +10,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 
-from driftlab.lockstep.arm import nudge
+from driftlab.lockstep.control import nudge
 from models.rewrites.split_conv import split_conv
 from models.rewrites.swap import RewriteError
 from suite.command.errors import ConfigurationError

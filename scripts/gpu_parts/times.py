@@ -56,12 +56,11 @@ def _step(dtype: str, check: Check, *, tf32: bool = False, cudnn: bool = True) -
 def _train(built: Built, arm: Arm) -> None:
     import torch
 
-    from driftlab.lockstep.arm import DTYPES
     from driftlab.network.calling import cast
 
     inputs, targets = built.batches.batch(0)
     arm.optimizer.zero_grad()
-    built.lockstep.loss(arm.module(cast(inputs, DTYPES[arm.dtype])), targets).backward()
+    built.lockstep.loss(arm.module(cast(inputs, arm.precision.dtype)), targets).backward()
     arm.optimizer.step()
     torch.cuda.synchronize()
 

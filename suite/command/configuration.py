@@ -161,6 +161,11 @@ def with_float64_steps(settings: DictConfig, steps: int) -> DictConfig:
     return settings
 
 
+def steps_in(settings: DictConfig, dtype: str) -> int:
+    """How many updates the arms of one precision make."""
+    return settings.float64_steps if dtype == "float64" else settings.steps
+
+
 def _settle_float64(settings: DictConfig) -> DictConfig:
     """A number, but for a training whose number is to be measured where it runs."""
     if settings.float64_steps != AUTO:

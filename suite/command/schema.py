@@ -16,7 +16,7 @@ from annotated_types import Ge, Gt, Le, Len, Lt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
-from driftlab.lockstep.arm import DTYPES, ROLES
+from driftlab.lockstep.arm import ROLES, TRAINED_IN
 from driftlab.words import Verdict
 from suite.command.command_line import choices
 from suite.command.idle_rules import Idle, TakenAs
@@ -264,7 +264,7 @@ class Training(Shared):
     rewrite: Rewrite
     roles: each_once(one_of(*ROLES))
     subject: one_of(*ROLES)
-    dtypes: each_once(one_of(*DTYPES))
+    dtypes: each_once(one_of(*TRAINED_IN))
     steps: whole(1)
     float64_steps: auto_or(1)
     float64_share: Annotated[float, Gt(0), Lt(1), Must("must be a number above 0 and below 1")]

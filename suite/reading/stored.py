@@ -29,7 +29,7 @@ _YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 FOLDER_NAME = r"[^./\\~\s][^/\\]{,99}"
 
 SUBJECTS = ("candidate", "control", "reference")
-_ARM = re.compile(r"[a-z][a-z_0-9]*\.[a-z][a-z0-9]*")
+_ARM = re.compile(r"[a-z][a-z_0-9]*\.[a-z0-9][a-z0-9-]*")
 _RUN = {"digest": str, "command": str, "dataset": Mapping, "environment": Mapping, "times": Mapping}
 _NUMBER = int | float | None
 # What YAML's own constructors raise where a value is not of the type that its tag says.

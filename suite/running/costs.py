@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from driftlab.lockstep.arm import Arm
 from driftlab.lockstep.loop import Lockstep
 from driftlab.record.environment import device_name
-from suite.command.configuration import AUTO, with_float64_steps
+from suite.command.configuration import AUTO, steps_in, with_float64_steps
 from suite.data.images import Images
 from suite.running.building import Built, LogSchedule, build
 from suite.running.recorder import is_evaluated
@@ -93,19 +93,20 @@ def float64_choice(settings: DictConfig, sketch: Sketch) -> dict:
     """``float64_steps=auto``: as many as leave float64 its share of the training, at least ``least``."""
     least = settings.scale.get("least_float64_steps") or settings.scale.float64_steps
     choice = {"float64_share": settings.float64_share, "least": least, "device": sketch.device}
-    if set(sketch.costs) != {"float32", "float64"}:
+    others = [dtype for dtype in sketch.costs if dtype != "float64"]
+    if not others or "float64" not in sketch.costs:
         why = "all, since nothing is trained in another dtype"
         return choice | {"float64_steps": settings.steps, "why": why}
 
     def of(dtype: str, steps: int) -> float:
         return training_seconds(settings, sketch.costs[dtype], steps)
 
-    narrow, share = of("float32", settings.steps), settings.float64_share
+    narrow, share = sum(of(dtype, settings.steps) for dtype in others), settings.float64_share
     allowed = share / (1 - share) * narrow
     fit = bisect_right(range(settings.steps + 1), allowed, key=lambda steps: of("float64", steps)) - 1
     steps = min(max(fit, least), settings.steps)
     seconds = {d: cost.step for d, cost in sketch.costs.items()}
-    times = " and ".join(f"{seconds[d]:.2g} s a step in {d}" for d in ("float64", "float32"))
+    times = " and ".join(f"{seconds[d]:.2g} s a step in {d}" for d in ("float64", *others))
     taken = of("float64", steps)
     why = f"{taken / (taken + narrow):.0%} of the training, by {times} on {sketch.device}; "
     why += f"float64_share={share}" if fit >= least or steps < least else f"the least, {least}"
@@ -160,10 +161,11 @@ def _probes(built: Built, costs: Mapping[str, Cost], settings: DictConfig) -> fl
 
 def forecast(settings: DictConfig, sketch: Sketch, starts: Sequence[int], workers: int) -> float:
     """Seconds until all seeds have finished that go on from the steps ``starts``, at least."""
-    horizons = {"float64": settings.float64_steps, "float32": settings.steps}
     ends = [0.0] * workers
     for start in starts:
         seconds = 0.0 if start else sketch.probes
-        seconds += sum(training_seconds(settings, c, horizons[d], start) for d, c in sketch.costs.items())
+        seconds += sum(
+            training_seconds(settings, c, steps_in(settings, d), start) for d, c in sketch.costs.items()
+        )
         ends[ends.index(min(ends))] += seconds
     return max(ends) + (START_OF_A_WORKER if workers > 1 else START)

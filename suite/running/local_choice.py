@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from driftlab.lockstep.arm import ENSEMBLE
+from driftlab.lockstep.control import ENSEMBLE
 from driftlab.record.files import write_whole
+from suite.command.configuration import steps_in
 from suite.command.errors import storage
 from suite.reading.stored import as_yaml
 from suite.running import chosen
@@ -28,8 +29,7 @@ CLOSEST = 1.5
 def local_choice(settings: DictConfig, sketch: Sketch) -> dict:
     """``local_windows`` as many as ``local.share`` of the training pays, and ``why``."""
     training = sum(
-        training_seconds(settings, cost, settings.float64_steps if d == "float64" else settings.steps)
-        for d, cost in sketch.costs.items()
+        training_seconds(settings, cost, steps_in(settings, d)) for d, cost in sketch.costs.items()
     )
     # beside the pair as many controls as ``diagnose`` has
     arms = (2 + len(ENSEMBLE)) / len(settings.roles)

@@ -18,13 +18,15 @@ from torch.utils import _pytree as pytree
 
 from driftlab.blame import described, is_out_of_memory
 from driftlab.fold import FoldError, find_fold
-from driftlab.lockstep.arm import ONE_WEIGHT, Arm, grow, unfolded
+from driftlab.lockstep.arm import Arm, grow, unfolded
 from driftlab.lockstep.arm import make_arm as arm_of
+from driftlab.lockstep.control import ONE_WEIGHT
 from driftlab.network.calling import calling, cast, evaluation_mode
 from driftlab.network.pair import Pair
 from driftlab.process import REWRITE, noticed
 from driftlab.words import DiagnoseError
 from suite.command.command_line import instead
+from suite.command.configuration import steps_in
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.users_code import let_end
 from suite.data.images import Images
@@ -132,7 +134,7 @@ def build_arms(
         reference,
         pair.candidate if pair else None,
         optimizer=_of_module(settings),
-        horizons={d: settings.float64_steps if d == "float64" else settings.steps for d in settings.dtypes},
+        horizons={d: steps_in(settings, d) for d in settings.dtypes},
         controls=[ONE_WEIGHT] if "control" in settings.roles else [],
         fold=pair.comparable if pair else unfolded,
         scheduler=make_scheduler(settings),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from suite.command.configuration import steps_in
 from suite.command.seeds import format_seeds
 from suite.data.images import Images
 
@@ -66,11 +67,11 @@ def _seeds(settings: DictConfig, seeds: list[int], todo: list[int]) -> str:
 
 def _steps(experiment: Experiment) -> str:
     settings, choice = experiment.settings, experiment.choice
-    steps = {"float32": settings.steps, "float64": settings.float64_steps}
-    if len({steps[dtype] for dtype in settings.dtypes}) == 1:
+    steps = {dtype: steps_in(settings, dtype) for dtype in settings.dtypes}
+    if len(set(steps.values())) == 1:
         text = str(steps[settings.dtypes[0]])
     else:
-        text = ", ".join(f"{steps[dtype]} in {dtype}" for dtype in settings.dtypes)
+        text = ", ".join(f"{count} in {dtype}" for dtype, count in steps.items())
     return f"{text} of batch {settings.batch_size}" + (f" (float64: {choice['why']})" if choice else "")
 
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from driftlab.lockstep.arm import grow, nudge
+from driftlab.lockstep.arm import grow
+from driftlab.lockstep.control import nudge
 
 
 def network(seed=0):

@@ -1,0 +1,108 @@
+"""The pair in 16 bits, mixed or true, beside its control there.
+
+The control computes with every weight one unit of its 16 bits away (``driftlab.lockstep.control``): about as
+much as one more rounding of every product. No wider dtype stands beside the pair that would make rounding
+vanish, so a wrong function shows only where it is larger than the rounding of 16 bits, which the probes under
+autocast look below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from statistics import median
+
+from driftlab.probes.probe import Probe
+from driftlab.record.seed_record import SeedRecord
+from driftlab.rounding import BESIDE_16_BITS, BEYOND, UNIT_ROUND_OFF
+from driftlab.verdict.evidence import PASSES
+from driftlab.words import Evidence, Excess, Place, Verdict
+
+PAIR = Probe(
+    name="16_bits_pair",
+    question="Does {role}.{dtype} stay within what control.{dtype} shows?",
+    threshold=BESIDE_16_BITS,
+    reason="measured: right rewrites stay below half of it",
+    sees="what 16 bits alone show and is larger than their rounding: another range, another update",
+    misses="what is smaller than the rounding of 16 bits; the probes under autocast look there",
+)
+SKIPPED = Probe(
+    name="16_bits_skipped",
+    question="Does the loss scaler skip as many updates of {role}.{dtype} as of its reference and control?",
+    threshold=1.0,
+    reason="where a gradient ends near the largest float16, rounding decides one update",
+    sees="an overflow of float16 that the reference does not have",
+)
+
+
+def asked_in_16_bits(records: Sequence[SeedRecord], role: str) -> Iterator[tuple[Evidence, Place | None]]:
+    """Both questions, for each precision in 16 bits that a candidate was trained in; and where it departs."""
+    arms = [arm.partition(".") for arm in records[0].arms] if role == "candidate" else []
+    for dtype in (dtype for name, _, dtype in arms if name == role and dtype not in UNIT_ROUND_OFF):
+        yield _pair(records, role, dtype)
+        if any(record.series("skipped_updates", f"{role}.{dtype}") for record in records):
+            yield _skipped(records, role, dtype)
+
+
+def _pair(records: Sequence[SeedRecord], role: str, dtype: str) -> tuple[Evidence, Place | None]:
+    probe, names = replace(PAIR, name=f"{dtype}_pair"), {"role": role, "dtype": dtype}
+    seeds = [worst for record in records if (worst := _worst(record, role, dtype))]
+    if not seeds:
+        return probe.not_applicable("there is no such pair with a control", **names).evidence, None
+    times = median(e.measured / e.allowed * BESIDE_16_BITS for e in seeds)
+    n = f"median of {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+    if times <= BESIDE_16_BITS:
+        reading = f"at most {times:.2g} times the control ({n}): rounding"
+        return probe.evidence(times, Verdict.ROUND_OFF, reading, **names), None
+    first = min((e for e in seeds if e.measured > e.allowed), key=lambda e: (e.step, -e.measured / e.allowed))
+    what = f"{first.kind.replace('_', ' ')} {first.measured:.2g} at step {first.step} of seed {first.seed}"
+    reading = f"{what}; {times:.2g} times the control ({n}): more than the rounding of {dtype} makes"
+    pass_ = dict(PASSES)[first.kind]
+    return probe.evidence(times, Verdict.BUG, reading, **names), Place(None, pass_, first.since(pass_))
+
+
+def _worst(record: SeedRecord, role: str, dtype: str) -> Excess | None:
+    """The row at which the pair stands furthest above its control so far; of several such, the first."""
+    found = [row for kind, _ in PASSES for row in _rows(record, kind, role, dtype)]
+    return max(found, key=lambda e: (e.measured / e.allowed, -e.step), default=None)
+
+
+def _rows(record: SeedRecord, kind: str, role: str, dtype: str) -> Iterator[Excess]:
+    """Up to where one of the arms, and not the others, has skipped an update."""
+    mine, control = (record.series(kind, f"{r}.{dtype}") for r in (role, "control"))
+    apart, envelope = _skips_apart(record, role, dtype), 0.0
+    for step in sorted(mine.keys() & control.keys()):
+        if apart is not None and step >= apart:
+            return
+        if math.isfinite(control[step]):  # else scaled gradients overflowed: the update is skipped
+            envelope = max(envelope, control[step], UNIT_ROUND_OFF["float32"])
+            value = mine[step] if math.isfinite(mine[step]) else BEYOND
+            yield Excess(record.seed, step, kind, value, BESIDE_16_BITS * envelope)
+
+
+def _skips_apart(record: SeedRecord, role: str, dtype: str) -> int | None:
+    """The first row behind which the arms have not skipped equally many updates."""
+    arms = [record.series("skipped_updates", f"{r}.{dtype}") for r in (role, "reference", "control")]
+    steps = sorted(set.intersection(*(set(series) for series in arms)))
+    return next((step for step in steps if len({series[step] for series in arms}) > 1), None)
+
+
+def _skipped(records: Sequence[SeedRecord], role: str, dtype: str) -> tuple[Evidence, Place | None]:
+    """The updates that were skipped by the last row, beside those of reference and control."""
+    roles = (role, "reference", "control")
+    counts = {r: [_last(record, f"{r}.{dtype}") for record in records] for r in roles}
+    own, *others = counts.values()
+    apart = [min(abs(mine - other) for other in beside) for mine, *beside in zip(own, *others, strict=True)]
+    said = ", ".join(f"{r} {' '.join(f'{c:.0f}' for c in values)}" for r, values in counts.items())
+    probe, names = replace(SKIPPED, name=f"{dtype}_skipped"), {"role": role, "dtype": dtype}
+    reading, times = f"updates skipped, seed by seed: {said}", float(median(apart))
+    if times <= SKIPPED.threshold:
+        return probe.evidence(times, Verdict.ROUND_OFF, reading, **names), None
+    step = next((s for r in records if (s := _skips_apart(r, role, dtype)) is not None), 1)
+    return probe.evidence(times, Verdict.BUG, reading, **names), Place(None, "update", max(0, step - 1))
+
+
+def _last(record: SeedRecord, arm: str) -> float:
+    series = record.series("skipped_updates", arm)
+    return series[max(series)] if series else 0.0
