@@ -16,6 +16,7 @@ from driftlab.record.local_windows import as_record, windows_of
 from driftlab.record.seed_record import Row, SeedRecord
 from driftlab.verdict.envelope import PAIRS, first_excess, honoured, pair_with_controls, window_pair
 from driftlab.verdict.evidence import PASSES
+from driftlab.verdict.in_16_bits import asked_in_16_bits
 from driftlab.verdict.outcomes import part_of_a_training
 from driftlab.verdict.rules import judge
 from driftlab.words import DiagnoseError, Finding, Verdict
@@ -33,12 +34,16 @@ def times_the_controls(rows: Sequence[Row], found: Examined) -> float | None:
 def leaves_its_controls(rows: Sequence[Row], found: Examined) -> bool:
     """Whether a window shows more than rounding, in training, in eval mode or in its buffers.
 
-    In float32 too: of a fault that float64 does not have (a sum in few bits, an overflow) nothing else tells.
+    In float32, and in 16 bits where the pair trains in them, too: of a fault that float64 does not have (a
+    sum in few bits, an overflow) nothing else tells.
     """
     window = [_record(rows, found)]
     if first_excess(window, found.narrow) is not None:
         return True
-    return not found.narrow and pair_with_controls(window, "candidate", "float32")[1] is not None
+    if found.narrow:
+        return False
+    in_16_bits = any(where for _, where in asked_in_16_bits(window, "candidate"))
+    return in_16_bits or pair_with_controls(window, "candidate", "float32")[1] is not None
 
 
 def _record(rows: Sequence[Row], found: Examined) -> SeedRecord:

@@ -58,7 +58,7 @@ class Precision:
         return torch.autocast(_device(module), self.autocast)
 
     def scaler(self, module: nn.Module) -> torch.amp.GradScaler | None:
-        """Of the loss of ``module``, as torch and Lightning begin it: without, gradients of float16 underflow."""
+        """Of the loss, as torch and Lightning begin it; without, gradients of float16 underflow."""
         return torch.amp.GradScaler(_device(module)) if self.autocast is torch.float16 else None
 
 

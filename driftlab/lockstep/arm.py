@@ -101,7 +101,7 @@ class Arm:
             self.scaler.unscale_(self.optimizer)
 
     def update(self) -> None:
-        """One step of clip, optimizer and scheduler; the scheduler moves where the scaler skips the step too."""
+        """One step of clip, optimizer and scheduler; the scheduler moves where the scaler skips, too."""
         if self.clip is not None:
             theirs(self.clip, self.module)
         skips = self.scaler is not None and self._has_gradients() and not self._step_scaled()

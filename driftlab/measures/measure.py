@@ -50,6 +50,7 @@ class Measure:
         compared: whether only arms that are compared with another have it.
         moment: measured at each logged step, or at each evaluation.
         figure: whether it is drawn on the page and for a paper.
+        dtype: the precision whose arms alone have it; "" where all do.
         axis: what stands at the axis of the page's figure, where that is not title and unit.
 
     Raises:
@@ -66,6 +67,7 @@ class Measure:
     scale: Scale = Scale.VALUE
     moment: Moment = Moment.STEP
     figure: bool = False
+    dtype: str = ""
     axis: str = ""
 
     def __post_init__(self) -> None:

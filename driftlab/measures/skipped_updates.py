@@ -26,4 +26,5 @@ MEASURE = Measure(
     section=TRAINING,
     measure=counted,
     scale=Scale.COUNT,
+    dtype="16-mixed",
 )

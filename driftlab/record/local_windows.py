@@ -32,7 +32,8 @@ def _against(arm: str, arms: Sequence[str]) -> str | None:
     role, _, dtype = arm.partition(".")
     if role != "reference":
         return f"reference.{dtype}"
-    return "reference.float64" if dtype != "float64" and "reference.float64" in arms else None
+    wider = ("float64", "float32")[: {"float64": 0, "float32": 1}.get(dtype, 2)]
+    return next((name for d in reversed(wider) if (name := f"reference.{d}") in arms), None)
 
 
 def growth(rows: Sequence[Row], column: str) -> float | None:

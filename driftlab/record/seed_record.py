@@ -41,9 +41,10 @@ LARGEST_STEP = 2.0**53  # above, float64 skips whole numbers
 
 
 def columns(kinds: Iterable[str], arms: Iterable[str]) -> list[str]:
-    """The columns of a table in their order: step, epoch, then ``<kind>/<arm>``."""
+    """The columns of a table in their order: step, epoch, then ``<kind>/<arm>``, of the arms that have it."""
     arms = list(arms)
-    return ["step", "epoch", *(f"{kind}/{arm}" for kind in kinds for arm in arms)]
+    of = {m.name: f".{m.dtype}" if m.dtype else "" for m in every_measure()}
+    return ["step", "epoch", *(f"{kind}/{arm}" for kind in kinds for arm in arms if arm.endswith(of[kind]))]
 
 
 def local_columns(arms: Iterable[str]) -> list[str]:

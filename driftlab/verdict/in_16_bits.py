@@ -27,11 +27,13 @@ PAIR = Probe(
     sees="what 16 bits alone show and is larger than their rounding: another range, another update",
     misses="what is smaller than the rounding of 16 bits; the probes under autocast look there",
 )
+# Where the largest gradient of float16 ends near that dtype's largest number, rounding decides one update.
+ONE_UPDATE = 1.0
 SKIPPED = Probe(
     name="16_bits_skipped",
     question="Does the loss scaler skip as many updates of {role}.{dtype} as of its reference and control?",
-    threshold=1.0,
-    reason="where a gradient ends near the largest float16, rounding decides one update",
+    threshold=ONE_UPDATE,
+    reason="rounding decides one update, where a gradient ends near the largest float16",
     sees="an overflow of float16 that the reference does not have",
 )
 
@@ -97,7 +99,7 @@ def _skipped(records: Sequence[SeedRecord], role: str, dtype: str) -> tuple[Evid
     said = ", ".join(f"{r} {' '.join(f'{c:.0f}' for c in values)}" for r, values in counts.items())
     probe, names = replace(SKIPPED, name=f"{dtype}_skipped"), {"role": role, "dtype": dtype}
     reading, times = f"updates skipped, seed by seed: {said}", float(median(apart))
-    if times <= SKIPPED.threshold:
+    if times <= ONE_UPDATE:
         return probe.evidence(times, Verdict.ROUND_OFF, reading, **names), None
     step = next((s for r in records if (s := _skips_apart(r, role, dtype)) is not None), 1)
     return probe.evidence(times, Verdict.BUG, reading, **names), Place(None, "update", max(0, step - 1))

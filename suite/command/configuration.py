@@ -75,6 +75,7 @@ def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfi
     if not trains:
         return settings
     _check_subject(settings)
+    _check_dtypes(settings)
     _check_windows(settings)
     _settle_schedule(settings)
     return _settle_float64(settings)
@@ -204,6 +205,15 @@ def _check_windows(settings: DictConfig) -> None:
         why = f"holds {late[0]}, and the last of {settings.steps} steps is {settings.steps - 1}"
         raise ConfigurationError(
             f"local.windows={list(windows)} {why}: leave it out, or write steps={late[0] + 1}"
+        )
+
+
+def _check_dtypes(settings: DictConfig) -> None:
+    """Probes, folds and local windows start from float32, and what 16 bits make is told from it."""
+    if "float32" not in settings.dtypes and (few := {*settings.dtypes} - {"float64"}):
+        has = ",".join(settings.dtypes)
+        raise ConfigurationError(
+            f"dtypes=[{has}]: {min(few)} is compared with float32, write dtypes=[float32,{has}]"
         )
 
 

@@ -33,7 +33,8 @@ def local_choice(settings: DictConfig, sketch: Sketch) -> dict:
     )
     # beside the pair as many controls as ``diagnose`` has
     arms = (2 + len(ENSEMBLE)) / len(settings.roles)
-    one = (settings.local.updates + 1) * arms * sum(c.step + c.row for c in sketch.costs.values())
+    followed = [c for d, c in sketch.costs.items() if d in ("float64", "float32", probed_in(settings).name)]
+    one = (settings.local.updates + 1) * arms * sum(c.step + c.row for c in followed)
     begins = spread(settings.steps, int(settings.local.share * training / one), settings.local.updates)
     why = f"{len(begins) * one / training:.0%} of the training, {one:.2g} s each on {sketch.device}"
     if not begins:

@@ -23,6 +23,7 @@ from driftlab.lockstep.arm import make_arm as arm_of
 from driftlab.lockstep.control import ONE_WEIGHT
 from driftlab.network.calling import calling, cast, evaluation_mode
 from driftlab.network.pair import Pair
+from driftlab.precision import FLOAT32, PRECISIONS, Precision
 from driftlab.process import REWRITE, noticed
 from driftlab.words import DiagnoseError
 from suite.command.command_line import instead
@@ -167,9 +168,16 @@ def make_pair(
             fold = find_fold(reference, candidate, rewrite)
         optimizer = _of_module(settings)
         loss, clip = make_loss(settings), make_clip(settings)
-        return Pair(reference, candidate, fold, loss, optimizer, optimizer, seed=seed, clip=clip)
+        own = {"precision": (run_in := probed_in(settings)), "judged": run_in.name}
+        return Pair(reference, candidate, fold, loss, optimizer, optimizer, seed=seed, clip=clip, **own)
     except (FoldError, DiagnoseError) as error:
         raise ConfigurationError(f"rewrite.target={target}: {one_line(error)}") from None
+
+
+def probed_in(settings: DictConfig) -> Precision:
+    """The precision in which probes and local windows ask of the code: a mixed one, where arms train in it."""
+    mixed = (PRECISIONS[d] for d in settings.dtypes if PRECISIONS[d].autocast)
+    return next(mixed, FLOAT32)
 
 
 def make_arm(settings: DictConfig, role: str, dtype: str, network: nn.Module, horizon: int) -> Arm:

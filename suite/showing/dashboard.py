@@ -141,7 +141,7 @@ def _sections() -> Iterator[tuple[str, list[wr.LinePlot]]]:
 
 def _charts(drawn: Iterable[Measure]) -> Iterable[wr.LinePlot]:
     """A distance of exactly 0 has no place on a logarithmic axis: curves.csv holds it."""
-    for place, measure in enumerate(drawn):
+    for place, measure in enumerate(m for m in drawn if not m.dtype):
         yield wr.LinePlot(
             title=measure.label,
             x="step",

@@ -1,0 +1,122 @@
+"""What ``assert_equivalent`` says of each case, beside what a tolerance set by hand says of it."""
+
+from __future__ import annotations
+
+import copy
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from bench.low_precision.case import Case
+from driftlab import DiagnoseError, assert_equivalent
+from driftlab.network.calling import calling, cast, each_tensor, named_leaves
+from driftlab.precision import PRECISIONS
+
+SAID = {"not the same function": "bug", "fewer bits": "fewer_bits", "would mean nothing": "nondeterministic"}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One case.
+
+    Attributes:
+        said: "right", "bug", "fewer_bits", or what was raised.
+        right: whether that is its label.
+        measured: by the probe that accused.
+        by_tolerance: whether ``torch.testing.assert_close`` accuses it, with the tolerances in use.
+    """
+
+    name: str
+    kind: str
+    precision: str
+    label: str
+    held_out: bool
+    said: str
+    right: bool
+    measured: str
+    by_tolerance: bool
+    seconds: float
+
+    def as_dict(self) -> dict:
+        return asdict(self)
+
+
+def judged(case: Case) -> Judged:
+    """With one thread, as a unit test has it."""
+    torch.set_num_threads(1)
+    reference, candidate, inputs = case.make()
+    accused = by_tolerance(case, reference, candidate, inputs)
+    began = time.perf_counter()
+    said, measured = _said(case, reference, candidate, inputs)
+    seconds = round(time.perf_counter() - began, 2)
+    right = said == case.label
+    known = case.name, case.kind, case.precision, case.label, case.held_out
+    return Judged(*known, said, right, measured, accused, seconds)
+
+
+def _said(case: Case, reference: nn.Module, candidate: nn.Module, inputs: object) -> tuple[str, str]:
+    try:
+        assert_equivalent(reference, candidate, inputs, precision=case.precision)
+    except AssertionError as error:
+        measured = re.search(r"Measured: (\S+)", str(error))
+        word = next(word for text, word in SAID.items() if text in str(error).splitlines()[0])
+        return word, measured[1] if measured else ""
+    except DiagnoseError as error:
+        return f"refused: {error}", ""
+    return "right", ""
+
+
+def by_tolerance(case: Case, reference: nn.Module, candidate: nn.Module, inputs: object) -> bool:
+    """Whether outputs, input gradients or gradients of parameters of one name differ by more."""
+    mine, theirs = (_computed(case, module, inputs) for module in (reference, candidate))
+    common = [n for n in mine if n in theirs and mine[n].shape == theirs[n].shape]
+    return any(not _close(case, mine[n], theirs[n]) for n in common)
+
+
+def _close(case: Case, mine: Tensor, theirs: Tensor) -> bool:
+    try:
+        torch.testing.assert_close(
+            theirs.float(), mine.float(), atol=case.atol, rtol=case.rtol, equal_nan=True
+        )
+    except AssertionError:
+        return False
+    return True
+
+
+def _computed(case: Case, module: nn.Module, inputs: object) -> Mapping[str, Tensor]:
+    precision = PRECISIONS[case.precision]
+    module, leaves = copy.deepcopy(module).to(precision.dtype), []
+
+    def leaf(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().clone()
+        if tensor.is_floating_point():
+            leaves.append(tensor.requires_grad_())
+        return tensor
+
+    given = each_tensor(leaf, cast(inputs, precision.dtype))
+    torch.manual_seed(0)
+    with precision.forward(module):
+        outputs = named_leaves(calling(module, given)(module, given))
+    generator = torch.Generator().manual_seed(0)
+    sum((o.float() * torch.randn(o.shape, generator=generator)).sum() for o in outputs.values()).backward()
+    gradients = {f"input {i}": t.grad for i, t in enumerate(leaves) if t.grad is not None}
+    gradients |= {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return pytree.tree_map(Tensor.detach, outputs | gradients)
+
+
+def summary(found: Iterable[Judged]) -> str:
+    """A table in Markdown: right of all, by label and half, and how a tolerance does."""
+    found = list(found)
+    lines = ["| half | label | cases | right | right by tolerance |", "| --- | --- | --- | --- | --- |"]
+    for held_out in (False, True):
+        for label in ("right", "bug", "fewer_bits"):
+            part = [j for j in found if (j.held_out, j.label) == (held_out, label)]
+            ours, theirs = sum(j.right for j in part), sum(j.by_tolerance != (label == "right") for j in part)
+            half = "held out" if held_out else "first"
+            lines.append(f"| {half} | {label} | {len(part)} | {ours} | {theirs} |")
+    return "\n".join(lines)
