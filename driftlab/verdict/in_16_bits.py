@@ -38,10 +38,48 @@ SKIPPED = Probe(
 )
 
 
+# Two curves of losses that are further apart are two to the eye.
+PARTED = 0.01
+FROM_FLOAT32 = Probe(
+    name="16_bits_from_float32",
+    question="How far is reference.{dtype} from reference.float32, and when do their losses part?",
+    reason="no threshold: float32 is another precision, not another function",
+    sees="describes what the precision alone does to the training; decides nothing",
+)
+
+
+def precisions_in_16_bits(record: SeedRecord, role: str) -> list[str]:
+    """Those that arms of this role were trained in."""
+    arms = [arm.partition(".") for arm in record.arms]
+    return [dtype for name, _, dtype in arms if name == role and dtype not in UNIT_ROUND_OFF]
+
+
+def from_float32(records: Sequence[SeedRecord]) -> list[Evidence]:
+    """The reference in each precision of 16 bits beside its float32 self; silent as to verdicts."""
+    return [_from_float32(records, dtype) for dtype in precisions_in_16_bits(records[0], "reference")]
+
+
+def _from_float32(records: Sequence[SeedRecord], dtype: str) -> Evidence:
+    probe, arm = replace(FROM_FLOAT32, name=f"{dtype}_from_float32"), f"reference.{dtype}"
+    starts = [record.series("logit_distance", arm).get(0) for record in records]
+    if not (starts := [s for s in starts if s is not None]):
+        return probe.not_applicable("no seed was trained in both", dtype=dtype).evidence
+    parted = [_parts_at(record, arm) for record in records]
+    steps = ", ".join("never" if step is None else str(step) for step in parted)
+    n = f"{len(starts)} seed{'s' * (len(starts) > 1)}"
+    reading = f"outputs {median(starts):.2g} apart before any update (median of {n}); losses part by "
+    return probe.evidence(median(starts), None, f"{reading}{PARTED:.0%} at step {steps}", dtype=dtype)
+
+
+def _parts_at(record: SeedRecord, arm: str) -> int | None:
+    mine, wide = (record.series("loss", a) for a in (arm, "reference.float32"))
+    rows = sorted(mine.keys() & wide.keys())
+    return next((s for s in rows if not abs(mine[s] - wide[s]) <= PARTED * abs(wide[s])), None)
+
+
 def asked_in_16_bits(records: Sequence[SeedRecord], role: str) -> Iterator[tuple[Evidence, Place | None]]:
     """Both questions, for each precision in 16 bits that a candidate was trained in; and where it departs."""
-    arms = [arm.partition(".") for arm in records[0].arms] if role == "candidate" else []
-    for dtype in (dtype for name, _, dtype in arms if name == role and dtype not in UNIT_ROUND_OFF):
+    for dtype in precisions_in_16_bits(records[0], role) if role == "candidate" else ():
         yield _pair(records, role, dtype)
         if any(record.series("skipped_updates", f"{role}.{dtype}") for record in records):
             yield _skipped(records, role, dtype)

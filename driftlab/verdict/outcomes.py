@@ -118,13 +118,20 @@ def stability(table: dict) -> Evidence:
 def accuracy_evidence(records: Sequence[SeedRecord], role: str) -> list[Evidence]:
     """Final accuracy and disagreement over the seeds; silent as to verdicts.
 
+    Of the reference in 16 bits, where it was trained in them, the accuracy beside float32's too.
+
     Summers and Dinneen ("Nondeterminism and instability in neural network optimization", ICML 2021): one
     changed bit makes as much disagreement as all other sources of randomness, so the control's is the
     yardstick.
     """
     arm = f"{role}.float32"
     last = [r for record in records if (r := _last_evaluation(record, arm))]
-    return [e for e in (_equal_accuracy(last, arm), _disagreement(last, arm)) if e]
+    found = [_equal_accuracy(last, arm), _disagreement(last, arm)]
+    for other in (a for a in records[0].arms if a.startswith("reference.") and "float" not in a):
+        last = [r for record in records if (r := _last_evaluation(record, other))]
+        equal = _equal_accuracy(last, other)
+        found.append(equal and replace(equal, probe=f"{other.partition('.')[2]}_accuracy"))
+    return [e for e in found if e]
 
 
 def _last_evaluation(record: SeedRecord, arm: str) -> Mapping[str, float] | None:

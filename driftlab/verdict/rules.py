@@ -31,7 +31,7 @@ from driftlab.verdict import envelope
 from driftlab.verdict import evidence as curves
 from driftlab.verdict.envelope import PAIRS
 from driftlab.verdict.evidence import DRIFT, DTYPE_RATIO, FLOAT32_START, SAME_BITS
-from driftlab.verdict.in_16_bits import asked_in_16_bits
+from driftlab.verdict.in_16_bits import asked_in_16_bits, from_float32
 from driftlab.verdict.outcomes import STABILITY, accuracy_evidence, stability
 from driftlab.verdict.outcomes import outcomes as outcomes_over_seeds
 from driftlab.verdict.unexplained import explained, is_above, unexplained
@@ -138,7 +138,7 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
     ]
     evidence = explained(measured, {f.evidence.probe: f.evidence for f in probes})
     deciding = [*(f.evidence for f in probes if f.decides), *evidence[1:]]  # that they differ is no fault
-    evidence += [stability(outcomes), *accuracy_evidence(records, subject)]
+    evidence += [stability(outcomes), *accuracy_evidence(records, subject), *from_float32(records)]
     found = {e.probe: e for e in evidence} | {f.evidence.probe: f.evidence for f in probes}
     failed = next((f.evidence for f in probes if f.decides and f.evidence.status is Status.FAILED), None)
     controlled = all("control.float64" in r.arms for r in records)

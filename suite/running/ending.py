@@ -18,7 +18,7 @@ from suite.reading.judging import Judged, judge, write
 from suite.reading.stored import finished, read_settings
 from suite.running.experiment_folder import Experiment, alone
 from suite.showing.loggers import log_verdict
-from suite.showing.tables import print_whole, runs_table, seeds_table
+from suite.showing.tables import print_whole, runs_table, seeds_table, table_in_16_bits
 from suite.showing.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -94,11 +94,12 @@ def _show(judged: Judged, files: Mapping[str, str], terminal: Terminal) -> None:
     expected = judged.settings.expected
     if judged.answer is not None:
         terminal.tables(judged.answer)
-        terminal.verdict(judged.judgement, expected, None, files)
+        terminal.verdict(judged.judgement, expected, (), files)
         return
     few = notable(outcomes(judged.records, judged.judgement))
     worth = {row["seed"] for row in few.rows} if few else set(judged.seeds)
-    seeds = seeds_table([r for r in judged.records if r.seed in worth], few)
-    terminal.verdict(judged.judgement, expected, seeds, files)
+    shown = [r for r in judged.records if r.seed in worth]
+    tables = [seeds_table(shown, few), table_in_16_bits(shown)]
+    terminal.verdict(judged.judgement, expected, [t for t in tables if t], files)
     for line in differing.lines({record.seed: record.run for record in judged.records}):
         terminal.say(line)

@@ -17,6 +17,7 @@ from suite.command.errors import storage
 from suite.reading.stored import as_yaml
 from suite.running import chosen
 from suite.running.costs import Sketch, training_seconds
+from suite.running.networks import probed_in
 
 if TYPE_CHECKING:
     from suite.running.experiment_folder import Experiment

@@ -175,7 +175,7 @@ def make_pair(
 
 
 def probed_in(settings: DictConfig) -> Precision:
-    """The precision in which probes and local windows ask of the code: a mixed one, where arms train in it."""
+    """In which probes and local windows ask of the code: a mixed precision, where arms train in one."""
     mixed = (PRECISIONS[d] for d in settings.dtypes if PRECISIONS[d].autocast)
     return next(mixed, FLOAT32)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from driftlab.record.seed_record import SeedRecord
 from driftlab.report.sections import Shown
 from driftlab.report.tables import Notable
 from driftlab.verdict.evidence import first_flip
+from driftlab.verdict.in_16_bits import precisions_in_16_bits
 from driftlab.words import Evidence, Verdict
 from suite.command.seeds import format_seeds
 
@@ -46,7 +48,7 @@ def seeds_table(records: list[SeedRecord], few: Notable | None = None) -> Table:
     table = plain(title, gap=1)
     arms = {arm: record["against"] for arm, record in records[0].run["arms"].items()} if records else {}
     narrow = [a for a in arms if a.endswith("float32")]
-    drifting = [a for a, against in arms.items() if against]
+    drifting = [a for a, against in arms.items() if against and "float" in a]
     table.add_column("seed", justify="right")
     for kind, names in (("loss", narrow), ("drift", drifting)):
         for arm in names:
@@ -58,6 +60,26 @@ def seeds_table(records: list[SeedRecord], few: Notable | None = None) -> Table:
         losses = [_final_loss(record, a) for a in narrow]
         drifts = [_small(_final(record.series("weight_distance", a))) for a in drifting]
         table.add_row(str(record.seed), *losses, *drifts, _flip(record))
+    return table
+
+
+def table_in_16_bits(records: list[SeedRecord]) -> Table | None:
+    """A row for each seed and precision of 16 bits, where there are any: losses and drift at the end."""
+    dtypes = precisions_in_16_bits(records[0], "reference") if records else []
+    if not dtypes:
+        return None
+    roles = [role for role in SHORT if f"{role}.{dtypes[0]}" in records[0].arms]
+    table = plain("in 16 bits: drift of the reference is from float32", gap=1)
+    for name in ("seed", "precision", *(f"{kind}\n{SHORT[r]}" for kind in ("loss", "drift") for r in roles)):
+        table.add_column(name, justify="left" if name == "precision" else "right", no_wrap=True)
+    table.add_column("updates\nskipped", justify="right")
+    for record, dtype in product(records, dtypes):
+        arms = [f"{role}.{dtype}" for role in roles]
+        losses = [_final_loss(record, a) for a in arms]
+        drifts = [_small(_final(record.series("weight_distance", a))) for a in arms]
+        skipped = [_final(record.series("skipped_updates", a)) for a in arms]
+        counts = " ".join(f"{count:.0f}" for count in skipped if count is not None)
+        table.add_row(str(record.seed), dtype, *losses, *drifts, counts)
     return table
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -116,11 +116,11 @@ class Terminal:
         self.console.print(evidence_table(evidence))
 
     def verdict(
-        self, judgement: Judgement, expected: str | None, seeds: Table | None, files: Mapping[str, str]
+        self, judgement: Judgement, expected: str | None, tables: Iterable[Table], files: Mapping[str, str]
     ) -> None:
-        """The table over seeds, what evidence there is, the verdict, and where the files are."""
-        if seeds is not None:
-            self.console.print(seeds)
+        """The tables over seeds, what evidence there is, the verdict, and where the files are."""
+        for table in tables:
+            self.console.print(table)
         self._evidence([e for e in judgement.evidence if e.measured is not None])
         colour = COLOURS[judgement.verdict]
         more = {"where": judgement.where, "expected": expected}

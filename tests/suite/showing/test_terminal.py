@@ -42,7 +42,7 @@ def shown(width, **options):
     file = io.StringIO()
     terminal = Terminal(Console(file=file, width=width, soft_wrap=False, highlight=False, **options))
     terminal.tables(ANSWER)
-    terminal.verdict(JUDGEMENT, "round_off", None, {"report": "results/report.html"})
+    terminal.verdict(JUDGEMENT, "round_off", (), {"report": "results/report.html"})
     return file.getvalue()
 
 
