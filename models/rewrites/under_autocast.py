@@ -21,9 +21,18 @@ class NormInHalf(nn.BatchNorm2d):
         x = x.to(torch.get_autocast_dtype(x.device.type))
         mean = _sum_in_half(x) / (x.numel() // x.shape[1])
         variance = _sum_in_half(x * x) / (x.numel() // x.shape[1]) - mean * mean
+        self._keep(mean, variance, x.numel() // x.shape[1])
         scale = (variance.clamp(min=0) + self.eps).rsqrt()
         shaped = [t.to(x.dtype)[:, None, None] for t in (mean, scale, self.weight, self.bias)]
         return (x - shaped[0]) * shaped[1] * shaped[2] + shaped[3]
+
+    @torch.no_grad()
+    def _keep(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """The running statistics, in float32 as torch keeps them."""
+        self.num_batches_tracked += 1
+        self.running_mean.lerp_(mean.to(self.running_mean), self.momentum)
+        unbiased = variance.to(self.running_var) * (count / (count - 1))
+        self.running_var.lerp_(unbiased, self.momentum)
 
 
 def _sum_in_half(x: Tensor) -> Tensor:
