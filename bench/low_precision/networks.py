@@ -89,6 +89,8 @@ class NormByHand(nn.BatchNorm2d):
     correction: int = 0
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.training:  # was forgotten at first, and found: it was another function in eval mode
+            return super().forward(x)
         h, axes = wide(x), (0, 2, 3)
         n = x.numel() // x.shape[1]
         mean = h.sum(axes, keepdim=True) / n

@@ -97,7 +97,8 @@ def _first_narrow(found: Examination) -> tuple[str, Difference] | None:
     """The innermost module, first in execution order, that loses bits by itself; "" the whole network.
 
     Fewer bits show on any inputs. An algorithm that cancels (a variance in one pass) loses them only where a
-    large mean stands on a small spread, so the loss must stay when the inputs are centred.
+    large mean stands on a small spread, so the loss must stay when the inputs are centred. Not in 16 bits:
+    what cancels there in float32 shows nowhere, and what cancels in 16 bits was left in them.
     """
     local = found.local
     conditioned = False
@@ -122,10 +123,10 @@ def _stays(found: Examination, name: str) -> bool:
 
 
 def _trials(found: Examination, name: str, call: Recorded) -> Iterator[Recorded]:
-    yield centred(call)
     if found.pair.precision is not FLOAT32:  # kinks are flipped in both, and two samples are too few
         yield inputs_near(call, torch.Generator().manual_seed(0))
         return
+    yield centred(call)
     for start in range(0, 2 * PAIRS, 2):
         part = slice(start, start + 2)
         if name:
