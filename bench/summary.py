@@ -72,10 +72,10 @@ def rates(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
         rows.append(
             (
                 name,
-                _share(sum(o.right for o in chosen), len(chosen)),
-                _share(sum(o.placed for o in placed), len(placed)),
-                _share(sum(o.verdict == "bug" and not o.right for o in harmless), len(harmless)),
-                _share(sum(not o.right for o in bugs), len(bugs)),
+                share(sum(o.right for o in chosen), len(chosen)),
+                share(sum(o.placed for o in placed), len(placed)),
+                share(sum(o.verdict == "bug" and not o.right for o in harmless), len(harmless)),
+                share(sum(not o.right for o in bugs), len(bugs)),
             )
         )
     return rows
@@ -84,7 +84,7 @@ def rates(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
 HEADER = ("cases", "right verdict", "right place", "false alarms", "missed bugs")
 
 
-def _share(count: int, n: int) -> str:
+def share(count: int, n: int) -> str:
     if not n:
         return f"{count} of {n}"
     low, high = clopper_pearson(count, n)

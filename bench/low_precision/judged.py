@@ -7,12 +7,14 @@ import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import product
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bench.low_precision.case import Case
+from bench.summary import share
 from driftlab import DiagnoseError, assert_equivalent
 from driftlab.network.calling import calling, cast, each_tensor, named_leaves
 from driftlab.precision import PRECISIONS
@@ -44,6 +46,12 @@ class Judged:
 
     def as_dict(self) -> dict:
         return asdict(self)
+
+    @classmethod
+    def of(cls, row: Mapping[str, str]) -> Judged:
+        """A line of the file that ``as_dict`` wrote."""
+        flags = {name: row[name] == "True" for name in ("held_out", "right", "by_tolerance")}
+        return cls(**{**row, **flags, "seconds": float(row["seconds"])})
 
 
 def judged(case: Case) -> Judged:
@@ -110,13 +118,20 @@ def _computed(case: Case, module: nn.Module, inputs: object) -> Mapping[str, Ten
 
 
 def summary(found: Iterable[Judged]) -> str:
-    """A table in Markdown: right of all, by label and half, and how a tolerance does."""
+    """A table in Markdown: right of all, by half and label, with its interval; and how a tolerance does."""
     found = list(found)
     lines = ["| half | label | cases | right | right by tolerance |", "| --- | --- | --- | --- | --- |"]
-    for held_out in (False, True):
-        for label in ("right", "bug", "fewer_bits"):
-            part = [j for j in found if (j.held_out, j.label) == (held_out, label)]
-            ours, theirs = sum(j.right for j in part), sum(j.by_tolerance != (label == "right") for j in part)
-            half = "held out" if held_out else "first"
-            lines.append(f"| {half} | {label} | {len(part)} | {ours} | {theirs} |")
+    for held_out, label in product((False, True), ("right", "bug", "fewer_bits")):
+        part = [j for j in found if (j.held_out, j.label) == (held_out, label)]
+        half = "held out" if held_out else "first"
+        by_tolerance = sum(j.by_tolerance != (label == "right") for j in part)
+        if part:
+            counts = f"{share(sum(j.right for j in part), len(part))} | {by_tolerance}"
+            lines.append(f"| {half} | {label} | {len(part)} | {counts} |")
     return "\n".join(lines)
+
+
+def wrong(found: Iterable[Judged]) -> str:
+    """Those that are not what their label says, a line each."""
+    lines = [f"- `{j.name}` ({j.precision}): {j.label}, and it said {j.said}" for j in found if not j.right]
+    return "\n".join(["", "Wrong:" if lines else "None is wrong.", "", *lines])

@@ -113,10 +113,10 @@ def _forward(twin: nn.Module, whole: Recorded, given: tuple, arithmetic: str, ev
         inside.enter_context(recorder)
         if evaluate:
             inside.enter_context(evaluation_mode(twin))
-        outputs = whole.call(twin, *given)
+        outputs = whole.called(twin, given, arithmetic)
         ends = named_leaves(outputs)
         if not evaluate and whole.loss is not None:
-            ends = {"loss": whole.loss(twin, outputs, arithmetic)} | ends
+            ends = {"loss": whole.measured(twin, outputs, arithmetic)} | ends
         recorder.flow.results = {name: recorder.number(tensor) for name, tensor in ends.items()}
     return recorder.flow
 
@@ -126,7 +126,8 @@ def _backward(
 ) -> Flow:
     steps = Steps()
     Scopes(twin, steps.claim)
-    loss = whole.loss(twin, whole.call(twin, *given), arithmetic)
+    outputs = whole.called(twin, given, arithmetic)
+    loss = whole.measured(twin, outputs, arithmetic)
     steps.claim(loss, "")
     steps.watch()
     loss.backward()

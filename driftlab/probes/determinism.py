@@ -101,7 +101,7 @@ def _outputs(network: nn.Module, whole: Recorded, seed: int, mode: str) -> list[
             module.register_forward_hook(keep(name))
     seed_random_layers(seed)
     with torch.no_grad():
-        whole.call(network, *own_inputs(whole))
+        whole.called(network, own_inputs(whole))
     return seen
 
 
@@ -133,7 +133,7 @@ def _is_compiled(network: nn.Module, whole: Recorded) -> bool:
 
     def forward() -> object:
         with torch.no_grad():
-            return whole.call(copied(network), *own_inputs(whole))
+            return whole.called(copied(network), own_inputs(whole))
 
     try:
         return bool(compiled_parts(network)) or comes_by_compiled(forward)

@@ -97,7 +97,7 @@ def _returned(module: nn.Module, call: Recorded, seeds: Iterable[int]) -> Iterat
             buffer.copy_(start.get(name, buffer))
         args, kwargs = each_tensor(lambda t: t.detach().clone(), (call.args, call.kwargs))
         seed_random_layers(seed)
-        yield named_leaves(call.call(twin, args, kwargs))
+        yield named_leaves(call.called(twin, (args, kwargs)))
 
 
 def drawn_otherwise(found: Examination, located: tuple[str, Difference] | None) -> Finding | None:
