@@ -6,6 +6,8 @@ Thresholds sit halfway, in powers of two, between what the two hypotheses predic
 from __future__ import annotations
 
 UNIT_ROUND_OFF = {"float32": 2.0**-24, "float64": 2.0**-53}
+# Of what is computed in 16 bits, by how the names of precisions begin.
+UNIT_IN_16_BITS = {"bf16": 2.0**-8, "16": 2.0**-11}
 
 # Rounding shrinks by 2^-29 from float32 to float64, a wrong function by nothing. A float64 pair that
 # stands 2^14.5 above its control is as far from the one prediction as from the other.

@@ -27,7 +27,7 @@ FIRST = """
 
 The held-out half was judged once, after the rules had been tuned on the other half. This is what came out
 ([held_out_first.csv](held_out_first.csv)); what was wrong in kind was mended then, so that the table above is
-no estimate for new pairs, and this one is. Three are questions of what a pair is called: `lengths_*` divide by
+no estimate for new pairs, and this one is. Three are a matter of what a pair is called: `lengths_*` divide by
 a length without the reference's least one, which rows of zeros show; `one_plus_rounded_twice` rounds the
 gradient of a weight to float16, which the reference keeps in float32.
 """

@@ -15,7 +15,7 @@ from statistics import median
 
 from driftlab.probes.probe import Probe
 from driftlab.record.seed_record import SeedRecord
-from driftlab.rounding import BESIDE_16_BITS, BEYOND, UNIT_ROUND_OFF
+from driftlab.rounding import BESIDE_16_BITS, BEYOND, UNIT_IN_16_BITS, UNIT_ROUND_OFF
 from driftlab.verdict.evidence import PASSES
 from driftlab.words import Evidence, Excess, Place, Verdict
 
@@ -111,14 +111,21 @@ def _worst(record: SeedRecord, role: str, dtype: str) -> Excess | None:
 def _rows(record: SeedRecord, kind: str, role: str, dtype: str) -> Iterator[Excess]:
     """Up to where one of the arms, and not the others, has skipped an update."""
     mine, control = (record.series(kind, f"{r}.{dtype}") for r in (role, "control"))
-    apart, envelope = _skips_apart(record, role, dtype), 0.0
+    apart, envelope = _skips_apart(record, role, dtype), _one_rounding(kind, dtype)
     for step in sorted(mine.keys() & control.keys()):
         if apart is not None and step >= apart:
             return
         if math.isfinite(control[step]):  # else scaled gradients overflowed: the update is skipped
-            envelope = max(envelope, control[step], UNIT_ROUND_OFF["float32"])
+            envelope = max(envelope, control[step])
             value = mine[step] if math.isfinite(mine[step]) else BEYOND
             yield Excess(record.seed, step, kind, value, BESIDE_16_BITS * envelope)
+
+
+def _one_rounding(kind: str, dtype: str) -> float:
+    """The unit round-off of what is compared: weights are held in float32 where the precision is mixed."""
+    few, _, held = dtype.partition("-")
+    in_float32 = kind == "weight_distance" and held == "mixed"
+    return UNIT_ROUND_OFF["float32"] if in_float32 else UNIT_IN_16_BITS[few]
 
 
 def _skips_apart(record: SeedRecord, role: str, dtype: str) -> int | None:
