@@ -112,7 +112,7 @@ class Lockstep:
             if arm.updated_at(step):
                 if arm.clip is not None:
                     theirs(arm.clip, arm.module)
-                arm.optimizer.step()
+                theirs(arm.optimizer.step)
                 if arm.scheduler is not None:
                     theirs(arm.scheduler.step)
                 if arm.after_update is not None:
@@ -157,7 +157,7 @@ class Lockstep:
 
     def _run(self, arm: Arm, folded: Folded, step: int, inputs: object, targets: object) -> Seen:
         seed_random_layers(step_seed(self.seed, step))
-        arm.optimizer.zero_grad(set_to_none=True)
+        theirs(arm.optimizer.zero_grad, set_to_none=True)
         sides = None
         with self._drawing(arm, training=True):
             outputs = self.call(arm.module, own_batch(inputs, DTYPES[arm.dtype]))

@@ -59,6 +59,17 @@ class Steps:
         self.step = raising
 
 
+def broken_in(method):
+    """An optimizer one of whose methods was set on the instance, and raises."""
+
+    def make(parameters):
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        setattr(optimizer, method, raising)
+        return optimizer
+
+    return make
+
+
 def overriding(method, error=KeyError):
     """``network``, of whose methods one raises."""
 
