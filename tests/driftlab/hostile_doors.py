@@ -70,6 +70,17 @@ def broken_in(method):
     return make
 
 
+class Sparse(nn.Sequential):
+    """``network``, which returns its numbers in another layout."""
+
+    def __init__(self, layout):
+        super().__init__(*network())
+        self.layout = layout
+
+    def forward(self, x):
+        return super().forward(x).to_sparse(layout=self.layout)
+
+
 def overriding(method, error=KeyError):
     """``network``, of whose methods one raises."""
 

@@ -22,6 +22,7 @@ from tests.driftlab.hostile_doors import (
     RIGHT,
     Awkward,
     Groups,
+    Sparse,
     Steps,
     WritingIds,
     behind,
@@ -143,6 +144,24 @@ ONE_LINE = {
     "a lazy network": (gradient_check, "module", lambda: torch.nn.LazyLinear(3), "a lazy module"),
     "a copy refused": (gradient_check, "module", lambda: overriding("__deepcopy__"), "^Own cannot be copied"),
     "a copy that is none": (asserted, "reference", lambda: copied_to(None), "its deep copy is a NoneType"),
+    "sparse outputs": (
+        asserted,
+        "reference",
+        lambda: Sparse(torch.sparse_coo),
+        "returns holds .*: give it de",
+    ),
+    "trained": (
+        diagnose,
+        "reference",
+        lambda: Sparse(torch.sparse_csr),
+        "returns holds .*csr: give it dense",
+    ),
+    "in chunks": (
+        in_chunks,
+        "module",
+        lambda: Sparse(torch.sparse_coo).eval(),
+        "returns holds .*: give it d",
+    ),
     "sparse inputs": (in_chunks, "inputs", lambda: inputs().to_sparse_csr(), "sparse_csr: give it dense"),
 }
 
