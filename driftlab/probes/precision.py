@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -97,36 +97,41 @@ def _first_narrow(found: Examination) -> tuple[str, Difference] | None:
     """The innermost module, first in execution order, that loses bits by itself; "" the whole network.
 
     Fewer bits show on any inputs. An algorithm that cancels (a variance in one pass) loses them only where a
-    large mean stands on a small spread, so the loss must stay when the inputs are centred. Not in 16 bits:
-    what cancels there in float32 shows nowhere, and what cancels in 16 bits was left in them.
+    large mean stands on a small spread, so the loss must stay when the inputs are centred. Not outputs in 16
+    bits: what cancels in float32 shows in none of them, and what cancels in 16 bits was left in them.
     """
     local = found.local
     conditioned = False
     for name in local.rewritten():
         differences = [d for c in local.comparisons(name) for d in c.narrow()]
         if differences and local.wrong(name, few=True) is None:
-            if _stays(found, name):
+            if _stays(found, name, differences):
                 return name, differences[0]
             conditioned = True
     narrow = found.network.narrow()
-    return ("", narrow[0]) if narrow and not conditioned and _stays(found, "") else None
+    return ("", narrow[0]) if narrow and not conditioned and _stays(found, "", narrow) else None
 
 
-def _stays(found: Examination, name: str) -> bool:
+def _stays(found: Examination, name: str, seen: Sequence[Difference]) -> bool:
     """Whether the loss stays on centred inputs, and on every one of some pairs of samples.
 
     The pairs are for kinks: among the half a million pre-activations of a batch one float32 may well fall on
     the other side, and be far off in its gradients for it; among those of two samples it rarely does.
     """
     calls = found.local.calls[name] if name else [found.whole]
-    return any(all(_narrow(found, name, trial) for trial in _trials(found, name, call)) for call in calls)
+    outputs = any(d.pass_ in ("forward", "eval") for d in seen)
+    return any(
+        all(_narrow(found, name, trial) for trial in _trials(found, name, call, outputs)) for call in calls
+    )
 
 
-def _trials(found: Examination, name: str, call: Recorded) -> Iterator[Recorded]:
-    if found.pair.precision is not FLOAT32:  # kinks are flipped in both, and two samples are too few
+def _trials(found: Examination, name: str, call: Recorded, outputs: bool) -> Iterator[Recorded]:
+    in_float32 = found.pair.precision is FLOAT32
+    if in_float32 or not outputs:  # outputs go on across a kink, gradients leap
+        yield centred(call)
+    if not in_float32:  # two samples are too few
         yield inputs_near(call, torch.Generator().manual_seed(0))
         return
-    yield centred(call)
     for start in range(0, 2 * PAIRS, 2):
         part = slice(start, start + 2)
         if name:

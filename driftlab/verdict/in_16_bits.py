@@ -19,12 +19,17 @@ from driftlab.rounding import BESIDE_16_BITS, BEYOND, UNIT_IN_16_BITS, UNIT_ROUN
 from driftlab.verdict.evidence import PASSES
 from driftlab.words import Evidence, Excess, Place, Verdict
 
+# Not the weights: what moves them is the same for both, and Adam's first update of a weight whose gradient is
+# about 0 has the sign of its rounding.
+COMPARED = ("logit_distance", "gradient_distance")
+# Leaps of gradients at so many kinks are about as large together as at so many others.
+MANY = 10
 PAIR = Probe(
     name="16_bits_pair",
     question="Does {role}.{dtype} stay within what control.{dtype} shows?",
     threshold=BESIDE_16_BITS,
     reason="measured: right rewrites stay below half of it",
-    sees="what 16 bits alone show and is larger than their rounding: another range, another update",
+    sees="what 16 bits alone show and is larger than their rounding, in outputs and gradients",
     misses="what is smaller than the rounding of 16 bits; the probes under autocast look there",
 )
 # Where the largest gradient of float16 ends near that dtype's largest number, rounding decides one update.
@@ -104,28 +109,37 @@ def _pair(records: Sequence[SeedRecord], role: str, dtype: str) -> tuple[Evidenc
 
 def _worst(record: SeedRecord, role: str, dtype: str) -> Excess | None:
     """The row at which the pair stands furthest above its control so far; of several such, the first."""
-    found = [row for kind, _ in PASSES for row in _rows(record, kind, role, dtype)]
+    found = [row for kind in COMPARED for row in _rows(record, kind, role, dtype)]
     return max(found, key=lambda e: (e.measured / e.allowed, -e.step), default=None)
 
 
 def _rows(record: SeedRecord, kind: str, role: str, dtype: str) -> Iterator[Excess]:
-    """Up to where one of the arms, and not the others, has skipped an update."""
-    mine, control = (record.series(kind, f"{r}.{dtype}") for r in (role, "control"))
-    apart, envelope = _skips_apart(record, role, dtype), _one_rounding(kind, dtype)
-    for step in sorted(mine.keys() & control.keys()):
-        if apart is not None and step >= apart:
+    """Up to where one of the arms, and not the others, has skipped an update, or kinks have had a say.
+
+    Where more pre-activations of the candidate fell on the other side of a kink than of the control, or the
+    control has too few to tell, its gradients leap, and after the next update its weights and outputs. Outputs
+    before that are continuous.
+    Of steps that leave no row nobody knows.
+    """
+    mine, control, own = (record.series(kind, f"{r}.{dtype}") for r in (role, "control", "reference"))
+    flips, allowed = (record.series("sign_flips", f"{r}.{dtype}") for r in (role, "control"))
+    apart, envelope = _skips_apart(record, role, dtype), UNIT_IN_16_BITS[dtype.partition("-")[0]]
+    for number, step in enumerate(sorted(mine.keys() & control.keys())):
+        if step != number:
+            return
+        leaps = flips.get(step, 0.0) > (many if (many := allowed.get(step, 0.0)) >= MANY else 0.0)
+        if (apart is not None and step >= apart) or (leaps and kind == "gradient_distance"):
             return
         if math.isfinite(control[step]):  # else scaled gradients overflowed: the update is skipped
-            envelope = max(envelope, control[step])
-            value = mine[step] if math.isfinite(mine[step]) else BEYOND
+            envelope = max(envelope, control[step], _finite(own.get(step, 0.0)))
+            value = _finite(mine[step], BEYOND)
             yield Excess(record.seed, step, kind, value, BESIDE_16_BITS * envelope)
+        if leaps:
+            return
 
 
-def _one_rounding(kind: str, dtype: str) -> float:
-    """The unit round-off of what is compared: weights are held in float32 where the precision is mixed."""
-    few, _, held = dtype.partition("-")
-    in_float32 = kind == "weight_distance" and held == "mixed"
-    return UNIT_ROUND_OFF["float32"] if in_float32 else UNIT_IN_16_BITS[few]
+def _finite(value: float, otherwise: float = 0.0) -> float:
+    return value if math.isfinite(value) else otherwise
 
 
 def _skips_apart(record: SeedRecord, role: str, dtype: str) -> int | None:
