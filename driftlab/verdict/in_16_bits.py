@@ -28,7 +28,7 @@ PAIR = Probe(
     name="16_bits_pair",
     question="Does {role}.{dtype} stay within what control.{dtype} shows?",
     threshold=BESIDE_16_BITS,
-    reason="measured: right rewrites stay below half of it",
+    reason="halfway between one rounding of bfloat16, 2^-8, and a wrong function; right rewrites reached 5.8",
     sees="what 16 bits alone show and is larger than their rounding, in outputs and gradients",
     misses="what is smaller than the rounding of 16 bits; the probes under autocast look there",
 )
@@ -117,7 +117,7 @@ def _rows(record: SeedRecord, kind: str, role: str, dtype: str) -> Iterator[Exce
     """Up to where one of the arms, and not the others, has skipped an update, or kinks have had a say.
 
     Where more pre-activations of the candidate fell on the other side of a kink than of the control, or the
-    control has too few to tell, its gradients leap, and after the next update its weights and outputs. Outputs
+    control has too few to tell, its gradients leap, and behind the next update weights and outputs. Outputs
     before that are continuous.
     Of steps that leave no row nobody knows.
     """

@@ -31,7 +31,7 @@ from driftlab.verdict import envelope
 from driftlab.verdict import evidence as curves
 from driftlab.verdict.envelope import PAIRS
 from driftlab.verdict.evidence import DRIFT, DTYPE_RATIO, FLOAT32_START, SAME_BITS
-from driftlab.verdict.in_16_bits import asked_in_16_bits, from_float32
+from driftlab.verdict.in_16_bits import asked_in_16_bits, from_float32, precisions_in_16_bits
 from driftlab.verdict.outcomes import STABILITY, accuracy_evidence, stability
 from driftlab.verdict.outcomes import outcomes as outcomes_over_seeds
 from driftlab.verdict.unexplained import explained, is_above, unexplained
@@ -229,7 +229,7 @@ def _place(records: Sequence[SeedRecord], excess: Excess | None, eval_place: Pla
 _SENTENCES = {
     Verdict.BIT_IDENTICAL: "the {subject} does not differ from its reference in any bit",
     Verdict.ROUND_OFF: "the same function: what differs is rounding, and it grows as it does in the control",
-    Verdict.REDUCED_PRECISION: "the same function, computed in fewer bits than float32 promises",
+    Verdict.REDUCED_PRECISION: "the same function, computed in fewer bits than {promise}",
     Verdict.UNSTABLE: "the same function, but the training sits on an edge: round-off decides who falls over",
     Verdict.BUG: "not the same function: {place}, by more than rounding makes",
 }
@@ -242,6 +242,10 @@ def _failed(evidence: Evidence) -> str:
 def _open(evidence: Evidence) -> str:
     above = f"{evidence.probe} measures {evidence.measured:.3g}, above {evidence.threshold:.3g}"
     return f"{above}, and nothing explains it: {evidence.reading}"
+
+
+def _in_16_bits(records: Sequence[SeedRecord]) -> bool:
+    return any(precisions_in_16_bits(record, "reference") for record in records)
 
 
 def _headline(
@@ -261,7 +265,9 @@ def _headline(
             f"the same function in eval mode, which alone was asked about: what differs is rounding ({seeds})"
         )
     if verdict is not Verdict.INCONCLUSIVE:
-        return _SENTENCES[verdict].format(subject=subject, place=place or subject) + f" ({seeds})"
+        promise = "the reference keeps" if _in_16_bits(records) else "float32 promises"
+        named = {"subject": subject, "place": place or subject, "promise": promise}
+        return _SENTENCES[verdict].format(**named) + f" ({seeds})"
     first = found[SAME_BITS.name].measured
     if first is not None and math.isnan(first):
         return f"nothing finite to compare from the first step on ({seeds}): check data, loss, learning rate"
