@@ -181,7 +181,7 @@ def diagnose(
         candidate_loss: ``candidate_loss(outputs, targets)``, where the candidate is trained on another one (a
             fused cross-entropy on hidden states); ``loss`` where None.
         precision: "bf16-mixed" or "16-mixed" where the two run under ``torch.autocast``: the probes then ask
-            of the code as it runs there. The lockstep window stays in float32 and float64.
+            of the code as it runs there, and the lockstep window trains in it too.
 
     A LightningModule is taken with its own ``training_step`` and ``configure_optimizers``, on the batches of
     its DataLoader as they come, where neither ``loss`` nor an optimizer is given; ``candidate`` then makes
