@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from driftlab.blame import theirs
 from driftlab.network.calling import cast, copied, own_batch
-from driftlab.refusing import check_dense, flattened, shown, told, whole_number
+from driftlab.refusing import check_dense, shown, told, whole_number
 from driftlab.words import DiagnoseError
 
 # Of random layers 2^32 and more are left for the steps, see ``step_seed``.
@@ -30,7 +30,12 @@ def check_tensors(name: str, values: object) -> None:
     """Raises DiagnoseError where nothing can be computed of the tensors, or on them."""
     if isinstance(values, Iterator):
         raise DiagnoseError(f"{name} is a {type(values).__name__}, which can be read once: give a tuple")
-    tensors = [t for t in flattened(name, values)[0] if isinstance(t, Tensor)]
+    try:
+        tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
+    except RecursionError:
+        raise DiagnoseError(
+            f"{name} is nested too deep, or holds itself: give a tensor, or a tuple or dict of arguments"
+        ) from None
     check_dense(name, tensors)
     if any(t.is_meta for t in tensors):
         raise DiagnoseError(f"{name} holds a tensor on the meta device, without values: give it values")

@@ -15,13 +15,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from driftlab.process import settled
-from driftlab.refusing import check_dense, flattened, whole_number
+from driftlab.refusing import check_dense, whole_number
 from driftlab.words import DiagnoseError
 
 # What may stand among the outputs beside tensors.
 PLAIN = (str, bool, int, float, type(None))
-
-INPUTS = "batch_invariant: one of the inputs"
 
 
 class BatchInvariant(nn.Module):
@@ -41,7 +39,7 @@ class BatchInvariant(nn.Module):
 
     def _in_chunks(self, *args: Any, **kwargs: Any) -> Any:
         _refuse_interacting_rows(self.module)
-        leaves, spec = flattened(INPUTS, (args, kwargs))
+        leaves, spec = _flattened(args, kwargs)
         rows = _batch_size(leaves)
         if rows == 0:  # there is no row to fill a chunk up with, and none whose answer could vary
             return self.module(*args, **kwargs)
@@ -55,7 +53,6 @@ class BatchInvariant(nn.Module):
         filled = [_filled(t, start, kept, self.chunk) if _is_batched(t) else t for t in leaves]
         args, kwargs = pytree.tree_unflatten(filled, spec)
         outputs, nesting = pytree.tree_flatten(self.module(*args, **kwargs))
-        check_dense("batch_invariant: what the module returns", [t for t in outputs if isinstance(t, Tensor)])
         return [self._cut(t, kept) for t in outputs], nesting
 
     def _cut(self, output: object, kept: int) -> object:
@@ -112,12 +109,22 @@ def _refuse_interacting_rows(module: nn.Module) -> None:
             )
 
 
+def _flattened(*arguments: object) -> tuple[list[Any], Any]:
+    try:
+        return pytree.tree_flatten(arguments)
+    except RecursionError:
+        raise DiagnoseError(
+            "batch_invariant: the inputs are nested too deep, or hold themselves; give tensors, or tuples, "
+            "lists and dicts of them"
+        ) from None
+
+
 def _is_batched(leaf: object) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 def _batch_size(leaves: list[Any]) -> int:
-    check_dense(INPUTS, [t for t in leaves if isinstance(t, Tensor)])
+    check_dense("batch_invariant: one of the inputs", [t for t in leaves if isinstance(t, Tensor)])
     lengths = sorted({t.shape[0] for t in leaves if _is_batched(t)})
     if len(lengths) != 1:
         found = "have no rows" if not lengths else f"have {' and '.join(map(str, lengths))} rows"

@@ -6,7 +6,7 @@ import operator
 import reprlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from driftlab.blame import described, is_out_of_memory, not_ours
 from driftlab.words import DiagnoseError
@@ -61,18 +61,6 @@ def whole_number(name: str, value: object, least: int, most: int | None = None) 
 def shown(value: object) -> str:
     """In a line, whatever it is."""
     return " ".join(reprlib.repr(value).split())
-
-
-def flattened(name: str, values: object) -> tuple[list[Any], Any]:
-    """As torch's ``tree_flatten``. Raises DiagnoseError where there is no end of it."""
-    from torch.utils import _pytree as pytree
-
-    try:
-        return pytree.tree_flatten(values)
-    except RecursionError:
-        raise DiagnoseError(
-            f"{name} is nested too deep, or holds itself: give a tensor, or a tuple or dict of arguments"
-        ) from None
 
 
 def check_dense(name: str, tensors: Iterable[Tensor]) -> None:

@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from driftlab.network.calling import named_leaves
 from driftlab.network.outputs import Outputs
-from driftlab.refusing import check_dense
 
 # Of the loss that is differentiated, among the outputs: no output is called so, though one may be `loss`.
 LOSS = "the loss"
@@ -39,9 +38,7 @@ class Named:
         self.carried: set[str] = set()
 
     def of(self, outputs: object, pass_: str) -> dict[str, Tensor]:
-        """Raises DiagnoseError where one is sparse or nested."""
         leaves = named_leaves(outputs)
-        check_dense("what it returns", leaves.values())
         mine = self._beside and self._beside.get(pass_)
         if mine is None:
             return leaves

@@ -46,7 +46,7 @@ SKIPPED = Probe(
 # Two curves of losses that are further apart are two to the eye.
 PARTED = 0.01
 FROM_FLOAT32 = Probe(
-    name="16_bits_from_float32",
+    name="from_float32",
     question="How far is reference.{dtype} from reference.float32, and when do their losses part?",
     reason="no threshold: float32 is another precision, not another function",
     sees="describes what the precision alone does to the training; decides nothing",
@@ -65,7 +65,7 @@ def from_float32(records: Sequence[SeedRecord]) -> list[Evidence]:
 
 
 def _from_float32(records: Sequence[SeedRecord], dtype: str) -> Evidence:
-    probe, arm = replace(FROM_FLOAT32, name=f"{dtype}_from_float32"), f"reference.{dtype}"
+    probe, arm = replace(FROM_FLOAT32, name=f"{dtype}_{FROM_FLOAT32.name}"), f"reference.{dtype}"
     starts = [record.series("logit_distance", arm).get(0) for record in records]
     if not (starts := [s for s in starts if s is not None]):
         return probe.not_applicable("no seed was trained in both", dtype=dtype).evidence

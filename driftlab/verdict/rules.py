@@ -31,7 +31,7 @@ from driftlab.verdict import envelope
 from driftlab.verdict import evidence as curves
 from driftlab.verdict.envelope import PAIRS
 from driftlab.verdict.evidence import DRIFT, DTYPE_RATIO, FLOAT32_START, SAME_BITS
-from driftlab.verdict.in_16_bits import asked_in_16_bits, from_float32, precisions_in_16_bits
+from driftlab.verdict.in_16_bits import FROM_FLOAT32, asked_in_16_bits, from_float32
 from driftlab.verdict.outcomes import STABILITY, accuracy_evidence, stability
 from driftlab.verdict.outcomes import outcomes as outcomes_over_seeds
 from driftlab.verdict.unexplained import explained, is_above, unexplained
@@ -158,7 +158,7 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
         if strange
         else f"not the same function in 16 bits: {beyond.reading}"
         if beyond and verdict is Verdict.BUG
-        else _headline(verdict, found, subject, place, records)
+        else _headline(verdict, found, subject, place, len(records))
     )
     if unseen and not failed and verdict is Verdict.INCONCLUSIVE:
         headline = f"{unseen.reading} ({len(records)} seed{'s' if len(records) > 1 else ''})"
@@ -244,18 +244,7 @@ def _open(evidence: Evidence) -> str:
     return f"{above}, and nothing explains it: {evidence.reading}"
 
 
-def _in_16_bits(records: Sequence[SeedRecord]) -> bool:
-    return any(precisions_in_16_bits(record, "reference") for record in records)
-
-
-def _headline(
-    verdict: Verdict,
-    found: dict[str, Evidence],
-    subject: str,
-    place: Place | None,
-    records: Sequence[SeedRecord],
-) -> str:
-    n = len(records)
+def _headline(verdict: Verdict, found: dict[str, Evidence], subject: str, place: Place | None, n: int) -> str:
     seeds = f"{n} seed{'s' if n > 1 else ''}"
     narrow = [p for p, e in found.items() if e.supports is Verdict.REDUCED_PRECISION]
     if verdict is Verdict.REDUCED_PRECISION and narrow == [PROCESS_SETTINGS]:
@@ -265,32 +254,17 @@ def _headline(
             f"the same function in eval mode, which alone was asked about: what differs is rounding ({seeds})"
         )
     if verdict is not Verdict.INCONCLUSIVE:
-        promise = "the reference keeps" if _in_16_bits(records) else "float32 promises"
+        in_16_bits = any(probe.endswith(FROM_FLOAT32.name) for probe in found)
+        promise = "the reference keeps" if in_16_bits else "float32 promises"
         named = {"subject": subject, "place": place or subject, "promise": promise}
         return _SENTENCES[verdict].format(**named) + f" ({seeds})"
     first = found[SAME_BITS.name].measured
     if first is not None and math.isnan(first):
         return f"nothing finite to compare from the first step on ({seeds}): check data, loss, learning rate"
     if all(p not in found or found[p].measured is None for p in _SAME_FUNCTION[subject]):
-        return _untold(records, seeds)
+        return "float32 alone cannot tell rounding from a bug: run again with dtypes=[float32,float64]"
     if found[STABILITY.name].measured:
         return f"the {subject} alone fell over in {seeds}: run more seeds, seed=0..{max(2 * n, 10) - 1}"
-    return _uncontrolled(seeds)
-
-
-def _untold(records: Sequence[SeedRecord], seeds: str) -> str:
-    """What is missing where nothing says whether the function is the same, and the setting that gives it."""
-    dtypes = {arm.split(".")[-1] for record in records for arm in record.arms}
-    if dtypes == {"float32"}:
-        return "float32 alone cannot tell rounding from a bug: run again with dtypes=[float32,float64]"
-    if not all(any(arm.startswith("control.") for arm in record.arms) for record in records):
-        return _uncontrolled(seeds)
-    if dtypes == {"float64"}:
-        return "float64 alone cannot tell how far rounding goes: run again with dtypes=[float32,float64]"
-    return f"no step in float64 can be compared in {seeds}: run again with a larger float64_steps"
-
-
-def _uncontrolled(seeds: str) -> str:
     return (
         f"there is no control to compare with in {seeds}: run again with roles=[reference,candidate,control]"
     )

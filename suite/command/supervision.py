@@ -12,7 +12,6 @@ nothing either.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import sys
 import threading
@@ -92,8 +91,7 @@ def _status(main: Callable[[], int]) -> int:
     try:
         return main()
     except SystemExit as asked:
-        # rich's; argparse takes help that nobody reads for help that was read
-        if isinstance(asked.__context__, BrokenPipeError) or (not asked.code and _unread()):
+        if isinstance(asked.__context__, BrokenPipeError):  # rich's
             return 128 + signal.SIGPIPE
         return asked.code if isinstance(asked.code, int) else int(asked.code is not None)
     except BrokenPipeError:  # head(1) has read enough: as other tools, without a word
@@ -102,13 +100,6 @@ def _status(main: Callable[[], int]) -> int:
         raise_if_stopped()
         traceback.print_exc()
         return 1
-
-
-def _unread() -> bool:
-    """Whether whoever read what is printed has gone."""
-    asked = select.poll()
-    asked.register(sys.stdout.fileno(), 0)  # what is wrong is told unasked
-    return any(event & select.POLLERR for _, event in asked.poll(0))
 
 
 def _handle(handler: Callable[[int, FrameType | None], None]) -> None:

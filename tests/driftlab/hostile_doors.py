@@ -59,28 +59,6 @@ class Steps:
         self.step = raising
 
 
-def broken_in(method):
-    """An optimizer one of whose methods was set on the instance, and raises."""
-
-    def make(parameters):
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
-        setattr(optimizer, method, raising)
-        return optimizer
-
-    return make
-
-
-class Sparse(nn.Sequential):
-    """``network``, which returns its numbers in another layout."""
-
-    def __init__(self, layout):
-        super().__init__(*network())
-        self.layout = layout
-
-    def forward(self, x):
-        return super().forward(x).to_sparse(layout=self.layout)
-
-
 def overriding(method, error=KeyError):
     """``network``, of whose methods one raises."""
 

@@ -22,11 +22,9 @@ from tests.driftlab.hostile_doors import (
     RIGHT,
     Awkward,
     Groups,
-    Sparse,
     Steps,
     WritingIds,
     behind,
-    broken_in,
     changing_defaults,
     copied_to,
     drawing,
@@ -113,7 +111,6 @@ def test_any_call_ends_in_an_answer_or_a_line_and_nothing_is_changed(call):
         assert getattr(found, "verdict", found) not in GOOD
 
 
-SEVERAL = r"KeyError: 'several.*hostile.py:\d+\)"
 ONE_LINE = {
     "its own modules() raises": (asserted, "reference", lambda: overriding("modules"), r"KeyError: 'several"),
     "its own children() raises": (diagnose, "reference", lambda: overriding("children"), r"hostile_doors.py"),
@@ -128,9 +125,7 @@ ONE_LINE = {
     "clip raises": (diagnose, "clip", lambda: raising, r"KeyError: 'several.*hostile.py:\d+\)"),
     "clip is awkward": (diagnose, "clip", Awkward, "clip is <Awkward instance"),
     "clip is too large": (diagnose, "clip", lambda: 10**400, "clip is 1000.*: give a norm above 0"),
-    "a scheduler's step raises": (diagnose, "scheduler", lambda: Steps, SEVERAL),
-    "a step set on an optimizer": (diagnose, "optimizer", lambda: broken_in("step"), SEVERAL),
-    "its zero_grad": (diagnose, "optimizer", lambda: broken_in("zero_grad"), SEVERAL),
+    "a scheduler's step raises": (diagnose, "scheduler", lambda: Steps, r"KeyError: 'several.*hostile.py"),
     "too many steps": (diagnose, "steps", lambda: 10**400, "steps=1000.*: give a whole number, from 1 to 1"),
     "too many an update": (diagnose, "accumulate", lambda: 10**400, "accumulate=1000.*, from 1 to 1"),
     "a network for a seed": (asserted, "seed", network, r"seed=Sequential\("),
@@ -144,24 +139,6 @@ ONE_LINE = {
     "a lazy network": (gradient_check, "module", lambda: torch.nn.LazyLinear(3), "a lazy module"),
     "a copy refused": (gradient_check, "module", lambda: overriding("__deepcopy__"), "^Own cannot be copied"),
     "a copy that is none": (asserted, "reference", lambda: copied_to(None), "its deep copy is a NoneType"),
-    "sparse outputs": (
-        asserted,
-        "reference",
-        lambda: Sparse(torch.sparse_coo),
-        "returns holds .*: give it de",
-    ),
-    "trained": (
-        diagnose,
-        "reference",
-        lambda: Sparse(torch.sparse_csr),
-        "returns holds .*csr: give it dense",
-    ),
-    "in chunks": (
-        in_chunks,
-        "module",
-        lambda: Sparse(torch.sparse_coo).eval(),
-        "returns holds .*: give it d",
-    ),
     "sparse inputs": (in_chunks, "inputs", lambda: inputs().to_sparse_csr(), "sparse_csr: give it dense"),
 }
 
