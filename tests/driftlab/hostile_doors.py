@@ -59,6 +59,19 @@ class Steps:
         self.step = raising
 
 
+def sgd_whose(method, on_class=False):
+    """Makes an SGD of which one method raises: its class's, or one that was set on it later."""
+
+    def make(parameters):
+        if on_class:
+            return type("Own", (torch.optim.SGD,), {method: raising})(parameters)
+        optimizer = torch.optim.SGD(parameters)
+        setattr(optimizer, method, raising)
+        return optimizer
+
+    return make
+
+
 def overriding(method, error=KeyError):
     """``network``, of whose methods one raises."""
 
@@ -167,3 +180,4 @@ INPUTS = [holding_itself, lambda: (i for i in ()), lambda: inputs().to_sparse(),
 INPUTS += [lambda: inputs(0), lambda: inputs()[:, :4], lambda: inputs() * float("nan"), lambda: inputs()[0]]
 LOSSES = [lambda: untold, lambda: F.mse_loss, lambda: lambda o, t: o, lambda: lambda o, t: (o.sum(), 1)]
 OPTIMIZERS = [lambda: Groups, lambda: sgd(lr=float("nan")), lambda: untold, lambda: lambda p: [3]]
+OPTIMIZERS += [lambda: sgd_whose("step"), lambda: sgd_whose("zero_grad", on_class=True)]

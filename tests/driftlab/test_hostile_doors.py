@@ -31,6 +31,7 @@ from tests.driftlab.hostile_doors import (
     holding_itself,
     moved,
     overriding,
+    sgd_whose,
     untold,
     writing_targets,
 )
@@ -111,6 +112,7 @@ def test_any_call_ends_in_an_answer_or_a_line_and_nothing_is_changed(call):
         assert getattr(found, "verdict", found) not in GOOD
 
 
+HOSTILE = r"KeyError: 'several.*hostile.py:\d+\)"
 ONE_LINE = {
     "its own modules() raises": (asserted, "reference", lambda: overriding("modules"), r"KeyError: 'several"),
     "its own children() raises": (diagnose, "reference", lambda: overriding("children"), r"hostile_doors.py"),
@@ -122,10 +124,20 @@ ONE_LINE = {
         lambda: untold,
         r"UntoldError \(.*doors.py",
     ),
-    "clip raises": (diagnose, "clip", lambda: raising, r"KeyError: 'several.*hostile.py:\d+\)"),
+    "clip raises": (diagnose, "clip", lambda: raising, HOSTILE),
     "clip is awkward": (diagnose, "clip", Awkward, "clip is <Awkward instance"),
     "clip is too large": (diagnose, "clip", lambda: 10**400, "clip is 1000.*: give a norm above 0"),
-    "a scheduler's step raises": (diagnose, "scheduler", lambda: Steps, r"KeyError: 'several.*hostile.py"),
+    "a scheduler's step raises": (diagnose, "scheduler", lambda: Steps, HOSTILE),
+    "an optimizer's step raises": (diagnose, "optimizer", lambda: sgd_whose("step"), HOSTILE),
+    "its class's does": (diagnose, "optimizer", lambda: sgd_whose("step", on_class=True), HOSTILE),
+    "its zero_grad raises": (diagnose, "optimizer", lambda: sgd_whose("zero_grad"), HOSTILE),
+    "that of its class": (diagnose, "optimizer", lambda: sgd_whose("zero_grad", on_class=True), HOSTILE),
+    "the candidate's step raises": (
+        diagnose,
+        "candidate_optimizer",
+        lambda: lambda module: sgd_whose("step")(module.parameters()),
+        HOSTILE,
+    ),
     "too many steps": (diagnose, "steps", lambda: 10**400, "steps=1000.*: give a whole number, from 1 to 1"),
     "too many an update": (diagnose, "accumulate", lambda: 10**400, "accumulate=1000.*, from 1 to 1"),
     "a network for a seed": (asserted, "seed", network, r"seed=Sequential\("),
