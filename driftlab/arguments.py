@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from driftlab.blame import theirs
 from driftlab.network.calling import cast, copied, own_batch
-from driftlab.refusing import check_dense, shown, told, whole_number
+from driftlab.refusing import check_values, shown, told, whole_number
 from driftlab.words import DiagnoseError
 
 # Of random layers 2^32 and more are left for the steps, see ``step_seed``.
@@ -36,9 +36,7 @@ def check_tensors(name: str, values: object) -> None:
         raise DiagnoseError(
             f"{name} is nested too deep, or holds itself: give a tensor, or a tuple or dict of arguments"
         ) from None
-    check_dense(name, tensors)
-    if any(t.is_meta for t in tensors):
-        raise DiagnoseError(f"{name} holds a tensor on the meta device, without values: give it values")
+    check_values(name, tensors)
     if tensors and not any(t.numel() for t in tensors):
         shapes = " and ".join(str(list(t.shape)) for t in tensors[:3])
         raise DiagnoseError(

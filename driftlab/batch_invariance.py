@@ -58,6 +58,7 @@ class BatchInvariant(nn.Module):
     def _cut(self, output: object, kept: int) -> object:
         if not isinstance(output, Tensor):
             return output
+        check_dense("batch_invariant: an output", [output])
         if output.dim() == 0 or output.shape[0] != self.chunk:
             raise DiagnoseError(
                 f"batch_invariant: an output of shape {tuple(output.shape)} has no row for each of the "

@@ -23,11 +23,13 @@ from tests.driftlab.hostile_doors import (
     Awkward,
     Groups,
     Steps,
+    ThroughSparse,
     WritingIds,
     behind,
     changing_defaults,
     copied_to,
     drawing,
+    giving,
     holding_itself,
     moved,
     overriding,
@@ -112,6 +114,10 @@ def test_any_call_ends_in_an_answer_or_a_line_and_nothing_is_changed(call):
         assert getattr(found, "verdict", found) not in GOOD
 
 
+def sparse(**options):
+    return giving("to_sparse", **options)(network())
+
+
 HOSTILE = r"KeyError: 'several.*hostile.py:\d+\)"
 ONE_LINE = {
     "its own modules() raises": (asserted, "reference", lambda: overriding("modules"), r"KeyError: 'several"),
@@ -151,6 +157,11 @@ ONE_LINE = {
     "a lazy network": (gradient_check, "module", lambda: torch.nn.LazyLinear(3), "a lazy module"),
     "a copy refused": (gradient_check, "module", lambda: overriding("__deepcopy__"), "^Own cannot be copied"),
     "a copy that is none": (asserted, "reference", lambda: copied_to(None), "its deep copy is a NoneType"),
+    "sparse outputs": (asserted, "reference", sparse, "network returns .*sparse_coo: give it dense"),
+    "those of a candidate": (diagnose, "candidate", lambda: giving("to_sparse_csr"), "csr: give it dense"),
+    "in eval mode": (asserted, "reference", lambda: sparse(in_eval_alone=True), "in eval mode holds a"),
+    "no values": (diagnose, "reference", lambda: giving("to", "meta")(network()), "on the meta device"),
+    "of chunks": (in_chunks, "module", lambda: sparse().eval(), "an output holds .*: give it dense"),
     "sparse inputs": (in_chunks, "inputs", lambda: inputs().to_sparse_csr(), "sparse_csr: give it dense"),
 }
 
@@ -178,6 +189,13 @@ def test_what_a_network_changes_for_the_whole_process_is_put_back():
 def test_printing_a_diagnosis_draws_nothing():
     found = diagnose(network(), moved, batches(), steps=1)
     around(lambda found: str(found), {"found": lambda: found})
+
+
+def test_what_is_sparse_inside_of_a_network_is_its_own_affair():
+    given = USUAL[asserted] | {"reference": ThroughSparse}
+    assert around(asserted, given) == "passed"
+    found = around(asserted, given | {"candidate": lambda: lambda model: ThroughSparse(1.01)})
+    assert "is not the same function" in str(found)
 
 
 def test_a_seed_of_numpys_is_a_number():
