@@ -63,6 +63,15 @@ def shown(value: object) -> str:
     return " ".join(reprlib.repr(value).split())
 
 
+@contextmanager
+def flattening(name: str, give: str) -> Iterator[None]:
+    """Inside, ``name`` is taken apart. Raises DiagnoseError where that comes to no end."""
+    try:
+        yield
+    except RecursionError:
+        raise DiagnoseError(f"{name} is nested too deep, or holds itself: give {give}") from None
+
+
 def is_dense(tensor: Tensor) -> bool:
     return not tensor.is_nested and str(tensor.layout) == "torch.strided"
 

@@ -114,6 +114,10 @@ def test_any_call_ends_in_an_answer_or_a_line_and_nothing_is_changed(call):
         assert getattr(found, "verdict", found) not in GOOD
 
 
+def holding_its_output():
+    return behind(lambda _, y: holding_itself())(network()).eval()
+
+
 def sparse(**options):
     return giving("to_sparse", **options)(network())
 
@@ -153,6 +157,8 @@ ONE_LINE = {
     "no groups": (diagnose, "optimizer", lambda: Groups, "optimizer returned a Groups"),
     "a generator": (asserted, "inputs", lambda: (i for i in ()), "which can be read once: give a tuple"),
     "a list in itself": (gradient_check, "inputs", holding_itself, "nested too deep, or holds itself"),
+    "outputs in themselves": (in_chunks, "module", holding_its_output, "an output is nested too deep"),
+    "targets in themselves": (diagnose, "batches", lambda: [(inputs(), holding_itself())], "nested too deep"),
     "a class for a fold": (asserted, "fold", lambda: int, "fold raised TypeError: int.. argument"),
     "a lazy network": (gradient_check, "module", lambda: torch.nn.LazyLinear(3), "a lazy module"),
     "a copy refused": (gradient_check, "module", lambda: overriding("__deepcopy__"), "^Own cannot be copied"),
