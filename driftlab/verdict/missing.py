@@ -31,10 +31,9 @@ def missing(records: Sequence[SeedRecord], subject: str) -> str:
     if subject != "control" and not controls:
         return "there is no control to compare with: run again with roles=[reference,candidate,control]"
     if subject == "control":
-        more = f"seed=0..{max(2 * len(records), 10) - 1}"
         return (
             "before any update the nudge shows in no output and no gradient: its weight has no say there, as "
-            "one of a kernel that meets padding alone, or of a branch that begins at zero: run more seeds, "
-            f"{more}, of which each nudges another weight"
+            "one of a kernel that meets padding alone, or of a branch that begins at zero: nudge another, "
+            "seeds.nudge=1, or give a network, or larger images, in which fewer weights are idle"
         )
     return "nothing finite to compare: check data, loss, learning rate"

@@ -189,7 +189,7 @@ def test_a_nudge_that_shows_nowhere_is_said_and_no_dtype_that_is_set():
         hidden.curves[0][column] = 0.0
     judgement = judge([hidden], "control")
     assert judgement.verdict is Verdict.INCONCLUSIVE
-    assert re.search(r"the nudge shows in no output .*seed=0\.\.9", judgement.headline)
+    assert re.search(r"the nudge shows in no output .*seeds\.nudge=1", judgement.headline)
     assert "dtypes=" not in judgement.headline
 
 
