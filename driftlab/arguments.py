@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from driftlab.blame import theirs
 from driftlab.network.calling import cast, copied, own_batch
-from driftlab.refusing import check_dense, shown, told, whole_number
+from driftlab.refusing import check_values, flattening, shown, told, whole_number
 from driftlab.words import DiagnoseError
 
 # Of random layers 2^32 and more are left for the steps, see ``step_seed``.
@@ -30,15 +30,9 @@ def check_tensors(name: str, values: object) -> None:
     """Raises DiagnoseError where nothing can be computed of the tensors, or on them."""
     if isinstance(values, Iterator):
         raise DiagnoseError(f"{name} is a {type(values).__name__}, which can be read once: give a tuple")
-    try:
+    with flattening(name, "a tensor, or a tuple or dict of arguments"):
         tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
-    except RecursionError:
-        raise DiagnoseError(
-            f"{name} is nested too deep, or holds itself: give a tensor, or a tuple or dict of arguments"
-        ) from None
-    check_dense(name, tensors)
-    if any(t.is_meta for t in tensors):
-        raise DiagnoseError(f"{name} holds a tensor on the meta device, without values: give it values")
+    check_values(name, tensors)
     if tensors and not any(t.numel() for t in tensors):
         shapes = " and ".join(str(list(t.shape)) for t in tensors[:3])
         raise DiagnoseError(
@@ -81,7 +75,9 @@ def the_batches(batches: Iterable[tuple[object, object]], most: int) -> Sequence
     for batch in islice(_drawn(batches), most):
         _check_pair(batch)
         check_tensors(f"batches[{len(kept)}]", batch[0])
-        kept.append((_trainable(batch[0]), own_batch(batch[1], torch.float32)))
+        with flattening(f"the targets of batches[{len(kept)}]", "tensors, or a tuple or dict of them"):
+            targets = own_batch(batch[1], torch.float32)
+        kept.append((_trainable(batch[0]), targets))
         size += sum(t.nbytes for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))
         if size > room and not isinstance(batches, Sequence):  # a list is in memory already
             raise DiagnoseError(

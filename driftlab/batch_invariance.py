@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from driftlab.process import settled
-from driftlab.refusing import check_dense, whole_number
+from driftlab.refusing import check_dense, flattening, whole_number
 from driftlab.words import DiagnoseError
 
 # What may stand among the outputs beside tensors.
@@ -39,7 +39,7 @@ class BatchInvariant(nn.Module):
 
     def _in_chunks(self, *args: Any, **kwargs: Any) -> Any:
         _refuse_interacting_rows(self.module)
-        leaves, spec = _flattened(args, kwargs)
+        leaves, spec = _flattened("one of the inputs", (args, kwargs))
         rows = _batch_size(leaves)
         if rows == 0:  # there is no row to fill a chunk up with, and none whose answer could vary
             return self.module(*args, **kwargs)
@@ -52,12 +52,13 @@ class BatchInvariant(nn.Module):
         kept = min(self.chunk, rows - start)
         filled = [_filled(t, start, kept, self.chunk) if _is_batched(t) else t for t in leaves]
         args, kwargs = pytree.tree_unflatten(filled, spec)
-        outputs, nesting = pytree.tree_flatten(self.module(*args, **kwargs))
+        outputs, nesting = _flattened("an output", self.module(*args, **kwargs))
         return [self._cut(t, kept) for t in outputs], nesting
 
     def _cut(self, output: object, kept: int) -> object:
         if not isinstance(output, Tensor):
             return output
+        check_dense("batch_invariant: an output", [output])
         if output.dim() == 0 or output.shape[0] != self.chunk:
             raise DiagnoseError(
                 f"batch_invariant: an output of shape {tuple(output.shape)} has no row for each of the "
@@ -109,14 +110,9 @@ def _refuse_interacting_rows(module: nn.Module) -> None:
             )
 
 
-def _flattened(*arguments: object) -> tuple[list[Any], Any]:
-    try:
-        return pytree.tree_flatten(arguments)
-    except RecursionError:
-        raise DiagnoseError(
-            "batch_invariant: the inputs are nested too deep, or hold themselves; give tensors, or tuples, "
-            "lists and dicts of them"
-        ) from None
+def _flattened(name: str, values: object) -> tuple[list[Any], Any]:
+    with flattening(f"batch_invariant: {name}", "tensors, or tuples, lists and dicts of them"):
+        return pytree.tree_flatten(values)
 
 
 def _is_batched(leaf: object) -> TypeGuard[Tensor]:

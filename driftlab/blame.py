@@ -34,9 +34,9 @@ class AboutThePair:
     """Mixed into the errors that driftlab raises about the networks it was given."""
 
 
-def theirs(function: Callable, *args: object) -> Any:
+def theirs(function: Callable, *args: object, **kwargs: object) -> Any:
     """Call what the user handed over (a loss, an optimizer's maker): what it raises is of the user's code."""
-    return function(*args)
+    return function(*args, **kwargs)
 
 
 # What CUDA, cuDNN, cuBLAS and their like say, and torch's allocator for the CPU: plain RuntimeErrors all.

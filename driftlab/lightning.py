@@ -14,6 +14,7 @@ from driftlab.diagnosis import Diagnosis
 from driftlab.extras import extra
 from driftlab.network.lightning_module import Step, configured, its_own
 from driftlab.network.pair import Rewrite
+from driftlab.precision import PRECISIONS
 from driftlab.words import DiagnoseError
 
 with extra("lightning"):
@@ -34,11 +35,11 @@ class Watch(lightning.Callback):
     The training is bit for bit what it is without. What is compared is the loss of the module's own
     ``training_step``, which finds ``global_step``, ``current_epoch`` and ``trainer`` as in the training, all
     gradients, and the updates: in float32 and float64, at the learning rate of that batch, gradients clipped
-    and gathered as the Trainer does. Where the Trainer runs in mixed precision, the probes of
-    the first look ask of the code under its autocast. The first look of a training that begins takes the
-    optimizers that both modules' ``configure_optimizers`` make; later ones go on with the groups of the one
-    in use. Names in a place begin with ``module.``, the LightningModule. At its end ``report.html`` lies in
-    the trainer's ``log_dir``, and the distances of each look are in its logger as
+    and gathered as the Trainer does. Where the Trainer runs in mixed precision, the probes of the first look
+    ask of the code under its autocast. The first look of a training that begins takes the optimizers that
+    both modules' ``configure_optimizers`` make; later ones go on with the groups of the one in use. Names in
+    a place begin with ``module.``, the LightningModule. At its end ``report.html`` lies in the trainer's
+    ``log_dir``, and the distances of each look are in its logger as
     ``local/weight_distance/candidate.float64`` and so on.
 
     Args:
@@ -115,8 +116,9 @@ class Watch(lightning.Callback):
 
 def _precision(trainer: lightning.Trainer) -> str | None:
     """As ``driftlab.watching`` takes it; None, which is float32, of any that it does not take."""
-    if trainer.precision in ("bf16-mixed", "16-mixed"):
-        return trainer.precision
+    known = PRECISIONS.get(trainer.precision)
+    if known and known.autocast:
+        return known.name
     if trainer.precision not in ("32-true", "64-true"):
         rank_zero_warn(f"driftlab: looks are taken in float32 and float64, not in {trainer.precision}")
     return None

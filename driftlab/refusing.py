@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -63,9 +63,29 @@ def shown(value: object) -> str:
     return " ".join(reprlib.repr(value).split())
 
 
+@contextmanager
+def flattening(name: str, give: str) -> Iterator[None]:
+    """Inside, ``name`` is taken apart. Raises DiagnoseError where that comes to no end."""
+    try:
+        yield
+    except RecursionError:
+        raise DiagnoseError(f"{name} is nested too deep, or holds itself: give {give}") from None
+
+
+def is_dense(tensor: Tensor) -> bool:
+    return not tensor.is_nested and str(tensor.layout) == "torch.strided"
+
+
 def check_dense(name: str, tensors: Iterable[Tensor]) -> None:
     """Raises DiagnoseError where one of them is not."""
     for tensor in tensors:
-        if tensor.is_nested or str(tensor.layout) != "torch.strided":
+        if not is_dense(tensor):
             kind = "nested" if tensor.is_nested else tensor.layout
             raise DiagnoseError(f"{name} holds a tensor that is {kind}: give it dense")
+
+
+def check_values(name: str, tensors: Collection[Tensor]) -> None:
+    """Raises DiagnoseError where one of them is not dense, or has no values."""
+    check_dense(name, tensors)
+    if any(t.is_meta for t in tensors):
+        raise DiagnoseError(f"{name} holds a tensor on the meta device, without values: give it values")

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from driftlab.network.calling import named_leaves
 from driftlab.network.outputs import Outputs
+from driftlab.refusing import check_values
 
 # Of the loss that is differentiated, among the outputs: no output is called so, though one may be `loss`.
 LOSS = "the loss"
@@ -38,7 +39,9 @@ class Named:
         self.carried: set[str] = set()
 
     def of(self, outputs: object, pass_: str) -> dict[str, Tensor]:
+        """The floating ones, by name. Raises DiagnoseError where one is sparse, or has no values."""
         leaves = named_leaves(outputs)
+        check_values(f"what the network returns{' in eval mode' * (pass_ == 'eval')}", leaves.values())
         mine = self._beside and self._beside.get(pass_)
         if mine is None:
             return leaves

@@ -242,7 +242,7 @@ def _updated_pass(
     named: Named,
     optimizer: Callable[[nn.Module], Optimizer],
 ) -> dict[str, Tensor]:
-    theirs(optimizer, twin).step()
+    theirs(theirs(optimizer, twin).step)
     given = own_copies(fresh_inputs(recorded, arithmetic, []))
     seed_random_layers(seed)
     return _own(named.of(recorded.called(twin, given, arithmetic), "update"))

@@ -6,17 +6,22 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.passes import Recorded, own_inputs
 from driftlab.network.calling import copied, each_tensor, in_list, named_leaves, seed_random_layers
 from driftlab.precision import Precision
+from driftlab.refusing import is_dense
 
 # A module that is called again and again (a recurrent cell) is looked at at its first calls and its last.
 FIRST_CALLS = 2
 
 
 def record(network: nn.Module, whole: Recorded, seed: int = 0) -> dict[str, list[Recorded]]:
-    """All calls of every module of a copy of ``network``, by name, in the order in which they began."""
+    """All calls of every module of a copy of ``network``, by name, in the order in which they began.
+
+    Less those with sparse or nested tensors, of which no distances are taken.
+    """
     network, calls, order = copied(network), {}, []
     for name, module in network.named_modules():
         if name and not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
@@ -65,6 +70,8 @@ def _watch(
     def after(_: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
         call = open_calls.pop()
         leaves = named_leaves(output)
+        if not all(map(is_dense, [*leaves.values(), *_tensors((args, kwargs))])):
+            return
         call.gradients = dict.fromkeys(leaves)
         for name_of, leaf in leaves.items():
             if leaf.requires_grad:
@@ -81,6 +88,10 @@ def _keeper(call: Recorded, name: str) -> Callable[[Tensor | None], None]:
             call.gradients[name] = gradient.detach().clone()
 
     return keep
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
 
 
 def _kept(values: object) -> object:

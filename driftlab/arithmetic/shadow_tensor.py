@@ -43,6 +43,8 @@ class Shadow(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, dtype: torch.dtype, requires_grad: bool = False):
+        if held.layout is not torch.strided:  # else the shadow itself would pass for a dense one
+            raise NotImplementedError(f"no shadow execution of a tensor that is {held.layout}")
         return torch.Tensor._make_wrapper_subclass(
             cls,
             held.size(),

@@ -106,7 +106,7 @@ class Arm:
             theirs(self.clip, self.module)
         skips = self.scaler is not None and self._has_gradients() and not self._step_scaled()
         if self.scaler is None:
-            self.optimizer.step()
+            theirs(self.optimizer.step)
         self.skipped += skips
         if self.scheduler is not None:
             with warnings.catch_warnings() if skips else nullcontext():
@@ -119,7 +119,7 @@ class Arm:
     def _step_scaled(self) -> bool:
         """Whether the scaler let the optimizer step."""
         before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
+        theirs(self.scaler.step, self.optimizer)
         self.scaler.update()
         return self.scaler.get_scale() >= before
 

@@ -153,7 +153,7 @@ class Lockstep:
 
     def _run(self, arm: Arm, folded: Folded, step: int, inputs: object, targets: object) -> Seen:
         seed_random_layers(step_seed(self.seed, step))
-        arm.optimizer.zero_grad(set_to_none=True)
+        theirs(arm.optimizer.zero_grad, set_to_none=True)
         sides, precision = None, arm.precision
         with self._drawing(arm, training=True), arm.otherwise(step):
             with precision.forward(arm.module):

@@ -132,7 +132,7 @@ def _written_otherwise(reference: nn.Module, candidate: nn.Module, fold: Fold) -
 
 def without_gradients(module: nn.Module) -> nn.Module:
     twin = copied(module)
-    twin.zero_grad(set_to_none=True)
+    theirs(twin.zero_grad, set_to_none=True)
     return twin
 
 

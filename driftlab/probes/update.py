@@ -75,7 +75,7 @@ def wrong_update(pair: Pair, steps: int, in_shadow: bool = False) -> Update | No
             with _disable_current_modes():
                 _same_gradients(mine, theirs, fold, generator)
             for _, stepper in both:
-                stepper.step()
+                called(stepper.step)
             with _disable_current_modes():
                 apart = _apart(mine, theirs, fold)
             if found := _other_way(apart, step, fold, both):

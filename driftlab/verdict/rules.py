@@ -32,6 +32,7 @@ from driftlab.verdict import evidence as curves
 from driftlab.verdict.envelope import PAIRS
 from driftlab.verdict.evidence import DRIFT, DTYPE_RATIO, FLOAT32_START, SAME_BITS
 from driftlab.verdict.in_16_bits import FROM_FLOAT32, asked_in_16_bits, from_float32
+from driftlab.verdict.missing import missing
 from driftlab.verdict.outcomes import STABILITY, accuracy_evidence, stability
 from driftlab.verdict.outcomes import outcomes as outcomes_over_seeds
 from driftlab.verdict.unexplained import explained, is_above, unexplained
@@ -158,7 +159,7 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
         if strange
         else f"not the same function in 16 bits: {beyond.reading}"
         if beyond and verdict is Verdict.BUG
-        else _headline(verdict, found, subject, place, len(records))
+        else _headline(verdict, found, subject, place, records)
     )
     if unseen and not failed and verdict is Verdict.INCONCLUSIVE:
         headline = f"{unseen.reading} ({len(records)} seed{'s' if len(records) > 1 else ''})"
@@ -244,7 +245,14 @@ def _open(evidence: Evidence) -> str:
     return f"{above}, and nothing explains it: {evidence.reading}"
 
 
-def _headline(verdict: Verdict, found: dict[str, Evidence], subject: str, place: Place | None, n: int) -> str:
+def _headline(
+    verdict: Verdict,
+    found: dict[str, Evidence],
+    subject: str,
+    place: Place | None,
+    records: Sequence[SeedRecord],
+) -> str:
+    n = len(records)
     seeds = f"{n} seed{'s' if n > 1 else ''}"
     narrow = [p for p, e in found.items() if e.supports is Verdict.REDUCED_PRECISION]
     if verdict is Verdict.REDUCED_PRECISION and narrow == [PROCESS_SETTINGS]:
@@ -262,7 +270,7 @@ def _headline(verdict: Verdict, found: dict[str, Evidence], subject: str, place:
     if first is not None and math.isnan(first):
         return f"nothing finite to compare from the first step on ({seeds}): check data, loss, learning rate"
     if all(p not in found or found[p].measured is None for p in _SAME_FUNCTION[subject]):
-        return "float32 alone cannot tell rounding from a bug: run again with dtypes=[float32,float64]"
+        return f"{missing(records, subject)} ({seeds})"
     if found[STABILITY.name].measured:
         return f"the {subject} alone fell over in {seeds}: run more seeds, seed=0..{max(2 * n, 10) - 1}"
     return (

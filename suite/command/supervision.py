@@ -12,6 +12,7 @@ nothing either.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -64,6 +65,8 @@ def end(main: Callable[[], int]) -> NoReturn:
         status = _said(_heard[0] if _heard else signal.SIGINT)
     try:
         sys.stdout.flush()
+        if not status and _nobody_reads():  # argparse and logging keep quiet about what they could not write
+            status = 128 + signal.SIGPIPE
     except OSError as error:  # nobody reads; Python would say so once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
@@ -72,6 +75,13 @@ def end(main: Callable[[], int]) -> NoReturn:
         with suppress(OSError):
             os.write(pipe, bytes([status]))
     sys.exit(status)
+
+
+def _nobody_reads() -> bool:
+    """Whether standard output is a pipe whose reader has gone."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # POLLERR is told unasked
+    return any(told & select.POLLERR for _, told in poll.poll(0))
 
 
 def raise_if_stopped() -> None:

@@ -59,6 +59,19 @@ class Steps:
         self.step = raising
 
 
+def sgd_whose(method, on_class=False):
+    """Makes an SGD of which one method raises: its class's, or one that was set on it later."""
+
+    def make(parameters):
+        if on_class:
+            return type("Own", (torch.optim.SGD,), {method: raising})(parameters)
+        optimizer = torch.optim.SGD(parameters)
+        setattr(optimizer, method, raising)
+        return optimizer
+
+    return make
+
+
 def overriding(method, error=KeyError):
     """``network``, of whose methods one raises."""
 
@@ -139,6 +152,28 @@ def behind(change):
     return lambda model: Behind(model, change)
 
 
+def giving(method, *args, in_eval_alone=False):
+    """Returns what a method of the outputs does."""
+
+    def change(self, y):
+        return y if in_eval_alone and self.training else getattr(y, method)(*args)
+
+    return behind(change)
+
+
+class ThroughSparse(nn.Module):
+    """A layer whose outputs are sparse, and are made dense by another."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.factor = nn.Linear(5, 3), factor
+        self.sparse, self.dense = giving("to_sparse")(self.body), giving("to_dense")(nn.Identity())
+
+    def forward(self, x):
+        return self.dense(self.sparse(self.factor * x))
+
+
 def moved(model):
     with torch.no_grad():
         list(model.parameters())[-1].add_(0.01)
@@ -167,3 +202,4 @@ INPUTS = [holding_itself, lambda: (i for i in ()), lambda: inputs().to_sparse(),
 INPUTS += [lambda: inputs(0), lambda: inputs()[:, :4], lambda: inputs() * float("nan"), lambda: inputs()[0]]
 LOSSES = [lambda: untold, lambda: F.mse_loss, lambda: lambda o, t: o, lambda: lambda o, t: (o.sum(), 1)]
 OPTIMIZERS = [lambda: Groups, lambda: sgd(lr=float("nan")), lambda: untold, lambda: lambda p: [3]]
+OPTIMIZERS += [lambda: sgd_whose("step"), lambda: sgd_whose("zero_grad", on_class=True)]

@@ -23,14 +23,17 @@ from tests.driftlab.hostile_doors import (
     Awkward,
     Groups,
     Steps,
+    ThroughSparse,
     WritingIds,
     behind,
     changing_defaults,
     copied_to,
     drawing,
+    giving,
     holding_itself,
     moved,
     overriding,
+    sgd_whose,
     untold,
     writing_targets,
 )
@@ -111,6 +114,15 @@ def test_any_call_ends_in_an_answer_or_a_line_and_nothing_is_changed(call):
         assert getattr(found, "verdict", found) not in GOOD
 
 
+def holding_its_output():
+    return behind(lambda _, y: holding_itself())(network()).eval()
+
+
+def sparse(**options):
+    return giving("to_sparse", **options)(network())
+
+
+HOSTILE = r"KeyError: 'several.*hostile.py:\d+\)"
 ONE_LINE = {
     "its own modules() raises": (asserted, "reference", lambda: overriding("modules"), r"KeyError: 'several"),
     "its own children() raises": (diagnose, "reference", lambda: overriding("children"), r"hostile_doors.py"),
@@ -122,10 +134,20 @@ ONE_LINE = {
         lambda: untold,
         r"UntoldError \(.*doors.py",
     ),
-    "clip raises": (diagnose, "clip", lambda: raising, r"KeyError: 'several.*hostile.py:\d+\)"),
+    "clip raises": (diagnose, "clip", lambda: raising, HOSTILE),
     "clip is awkward": (diagnose, "clip", Awkward, "clip is <Awkward instance"),
     "clip is too large": (diagnose, "clip", lambda: 10**400, "clip is 1000.*: give a norm above 0"),
-    "a scheduler's step raises": (diagnose, "scheduler", lambda: Steps, r"KeyError: 'several.*hostile.py"),
+    "a scheduler's step raises": (diagnose, "scheduler", lambda: Steps, HOSTILE),
+    "an optimizer's step raises": (diagnose, "optimizer", lambda: sgd_whose("step"), HOSTILE),
+    "its class's does": (diagnose, "optimizer", lambda: sgd_whose("step", on_class=True), HOSTILE),
+    "its zero_grad raises": (diagnose, "optimizer", lambda: sgd_whose("zero_grad"), HOSTILE),
+    "that of its class": (diagnose, "optimizer", lambda: sgd_whose("zero_grad", on_class=True), HOSTILE),
+    "the candidate's step raises": (
+        diagnose,
+        "candidate_optimizer",
+        lambda: lambda module: sgd_whose("step")(module.parameters()),
+        HOSTILE,
+    ),
     "too many steps": (diagnose, "steps", lambda: 10**400, "steps=1000.*: give a whole number, from 1 to 1"),
     "too many an update": (diagnose, "accumulate", lambda: 10**400, "accumulate=1000.*, from 1 to 1"),
     "a network for a seed": (asserted, "seed", network, r"seed=Sequential\("),
@@ -135,10 +157,17 @@ ONE_LINE = {
     "no groups": (diagnose, "optimizer", lambda: Groups, "optimizer returned a Groups"),
     "a generator": (asserted, "inputs", lambda: (i for i in ()), "which can be read once: give a tuple"),
     "a list in itself": (gradient_check, "inputs", holding_itself, "nested too deep, or holds itself"),
+    "outputs in themselves": (in_chunks, "module", holding_its_output, "an output is nested too deep"),
+    "targets in themselves": (diagnose, "batches", lambda: [(inputs(), holding_itself())], "nested too deep"),
     "a class for a fold": (asserted, "fold", lambda: int, "fold raised TypeError: int.. argument"),
     "a lazy network": (gradient_check, "module", lambda: torch.nn.LazyLinear(3), "a lazy module"),
     "a copy refused": (gradient_check, "module", lambda: overriding("__deepcopy__"), "^Own cannot be copied"),
     "a copy that is none": (asserted, "reference", lambda: copied_to(None), "its deep copy is a NoneType"),
+    "sparse outputs": (asserted, "reference", sparse, "network returns .*sparse_coo: give it dense"),
+    "those of a candidate": (diagnose, "candidate", lambda: giving("to_sparse_csr"), "csr: give it dense"),
+    "in eval mode": (asserted, "reference", lambda: sparse(in_eval_alone=True), "in eval mode holds a"),
+    "no values": (diagnose, "reference", lambda: giving("to", "meta")(network()), "on the meta device"),
+    "of chunks": (in_chunks, "module", lambda: sparse().eval(), "an output holds .*: give it dense"),
     "sparse inputs": (in_chunks, "inputs", lambda: inputs().to_sparse_csr(), "sparse_csr: give it dense"),
 }
 
@@ -166,6 +195,13 @@ def test_what_a_network_changes_for_the_whole_process_is_put_back():
 def test_printing_a_diagnosis_draws_nothing():
     found = diagnose(network(), moved, batches(), steps=1)
     around(lambda found: str(found), {"found": lambda: found})
+
+
+def test_what_is_sparse_inside_of_a_network_is_its_own_affair():
+    given = USUAL[asserted] | {"reference": ThroughSparse}
+    assert around(asserted, given) == "passed"
+    found = around(asserted, given | {"candidate": lambda: lambda model: ThroughSparse(1.01)})
+    assert "is not the same function" in str(found)
 
 
 def test_a_seed_of_numpys_is_a_number():

@@ -10,6 +10,7 @@ from torch import nn
 from driftlab import DiagnoseError, assert_equivalent, diagnose, watching
 from driftlab.arithmetic.units import unless_zero
 from driftlab.precision import PRECISIONS
+from tests.driftlab.watch.rewrites import OtherUnderAutocast
 
 FEW_BITS = [name for name in PRECISIONS if name not in ("float64", "float32")]
 WIDTH = 64
@@ -155,18 +156,6 @@ def test_a_move_by_one_unit_is_one_of_what_is_computed_with(few):
     assert moved.dtype == torch.float32
 
 
-class CastTwice(nn.Module):
-    """A linear layer that under autocast, and there alone, is another function."""
-
-    def __init__(self, whole):
-        super().__init__()
-        self.weight, self.bias = whole.weight, whole.bias
-
-    def forward(self, x):
-        out = F.linear(x, self.weight, self.bias)
-        return out * 1.01 if torch.is_autocast_enabled("cpu") else out
-
-
 def batches(count=4):
     generator = torch.Generator().manual_seed(2)
     return [
@@ -176,7 +165,7 @@ def batches(count=4):
 
 
 def cast_twice(model):
-    model.up = CastTwice(model.up)
+    model.up = OtherUnderAutocast(model.up)
     return model
 
 

@@ -15,11 +15,11 @@ SCRIPTS = sorted(p.name for p in (ROOT / "scripts").glob("*.py") if "__main__" i
 HEAVY = [pytest.param(name, marks=pytest.mark.slow) for name in ("benchmark.py", "calibrate.py")]
 
 
-def assert_silent(script, *arguments):
+def assert_silent(script, *arguments, **options):
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
-    own = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # argparse hides what it raises
+    own = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"} | options
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, cwd=ROOT, timeout=300, env=own)
     os.close(writing)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
@@ -28,6 +28,11 @@ def assert_silent(script, *arguments):
 @pytest.mark.parametrize("name", [n for n in SCRIPTS if n not in ("benchmark.py", "calibrate.py")] + HEAVY)
 def test_help_that_nobody_reads(name):
     assert_silent(name, "--help")
+
+
+@pytest.mark.parametrize("command", ["judge.py --help", "../train.py --help", "../train.py --version"])
+def test_what_argparse_could_not_write_unbuffered(command):
+    assert_silent(*command.split(), PYTHONUNBUFFERED="1")
 
 
 @pytest.mark.parametrize("name", ["figures.py", "judge.py"])

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from driftlab.blame import is_ours
 from driftlab.lockstep.arm import grow
 from driftlab.lockstep.control import nudge
+from tests.driftlab.hostile_doors import sgd_whose
 
 
 def network(seed=0):
@@ -86,3 +88,19 @@ def test_roles_can_be_left_out():
     alone = grow(network(), None, optimizer=sgd, horizons={"float32": 6})
     assert {arm.role for arm in alone} == {"reference", "control"}
     assert {arm.role for arm in tree(controls=())} == {"reference", "candidate"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "16-mixed"])
+def test_an_error_of_a_step_is_told_as_the_optimizers(dtype):
+    optimizer = sgd_whose("step")
+    (arm,) = grow(
+        network(), None, optimizer=lambda m: optimizer(m.parameters()), horizons={dtype: 1}, controls=()
+    )
+    for parameter in arm.module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    if arm.scaler:
+        arm.scaler.scale(torch.ones(()))  # begins it
+        arm.scaler.unscale_(arm.optimizer)
+    with pytest.raises(KeyError) as raised:
+        arm.update()
+    assert not is_ours(raised.value)

@@ -1,6 +1,7 @@
 """Verdicts on records made from a model of what the curves do, with the cause known."""
 
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -21,7 +22,7 @@ ARMS = (
     "candidate.float32",
     "control.float32",
 )
-U = {"float32": 2.0**-24, "float64": 2.0**-53}
+U = {"float32": 2.0**-24, "float64": 2.0**-53, "bf16-mixed": 2.0**-8}
 
 
 def record(
@@ -158,6 +159,38 @@ def test_float32_alone_cannot_tell():
     judgement = judge([record(arms=[a for a in ARMS if a.endswith("32")])])
     assert judgement.verdict is Verdict.INCONCLUSIVE
     assert "dtypes=[float32,float64]" in judgement.headline
+
+
+LACKS = {
+    "float64": ("candidate", ARMS[3:], "float32 alone .* dtypes=\\[float32,float64\\] \\(1 seed"),
+    "float64 beside 16 bits": (
+        "candidate",
+        [*ARMS[3:], "reference.bf16-mixed"],
+        "bf16-mixed and float32 alone .* dtypes=\\[float32,float64,bf16-mixed\\]",
+    ),
+    "a candidate in float64": ("candidate", [ARMS[0], *ARMS[2:]], "the candidate has no float64"),
+    "a control of the candidate": ("candidate", ARMS[:2], "no control .*roles=\\[reference,candidate,c"),
+    "float32 for the control": ("control", [ARMS[0], ARMS[2]], "^float64 alone .* dtypes=\\[float32,f"),
+    "a control of the reference": ("reference", [ARMS[0], ARMS[3]], "there is no control"),
+}
+
+
+@pytest.mark.parametrize("what", LACKS)
+def test_what_is_missing_is_named_with_the_setting_that_gives_it(what):
+    subject, arms, says = LACKS[what]
+    judgement = judge([record(arms=arms)], subject)
+    assert judgement.verdict is Verdict.INCONCLUSIVE
+    assert re.search(says, judgement.headline), judgement.headline
+
+
+def test_a_nudge_that_shows_nowhere_is_said_and_no_dtype_that_is_set():
+    hidden = record(arms=[a for a in ARMS if "candidate" not in a])
+    for column in [c for c in hidden.curves[0] if "distance/control" in c]:
+        hidden.curves[0][column] = 0.0
+    judgement = judge([hidden], "control")
+    assert judgement.verdict is Verdict.INCONCLUSIVE
+    assert re.search(r"the nudge shows in no output .*seeds\.nudge=1", judgement.headline)
+    assert "dtypes=" not in judgement.headline
 
 
 def test_float64_alone_decides_beside_its_control():

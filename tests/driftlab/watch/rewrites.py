@@ -1,6 +1,7 @@
-"""A right rewrite and late faults, for networks whose first part is a linear layer."""
+"""A right rewrite, late faults, one under autocast alone: of networks that begin with a linear layer."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -17,6 +18,18 @@ class Halves(nn.Module):
     def forward(self, x):
         y = x[..., : self.half] @ self.left.T + x[..., self.half :] @ self.right.T + self.bias
         return y * 1.001 if self.late() else y
+
+
+class OtherUnderAutocast(nn.Module):
+    """A linear layer that under autocast, and there alone, is another function."""
+
+    def __init__(self, whole):
+        super().__init__()
+        self.weight, self.bias = whole.weight, whole.bias
+
+    def forward(self, x):
+        out = F.linear(x, self.weight, self.bias)
+        return out * 1.01 if torch.is_autocast_enabled("cpu") else out
 
 
 def network():

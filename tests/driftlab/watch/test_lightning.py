@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import driftlab.lightning
 from driftlab import DiagnoseError, Verdict
-from tests.driftlab.watch.rewrites import Halves, network
+from tests.driftlab.watch.rewrites import Halves, OtherUnderAutocast, network
 
 OPTIONS = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
 
@@ -63,16 +63,6 @@ def fitted(folder, *callbacks, workers=0, ckpt_path=None, module=None, **options
 
 def watch(**options):
     return driftlab.lightning.Watch(rewrite, **{"budget": 1e9, "updates": 2} | options)
-
-
-class OtherUnderAutocast(torch.nn.Module):
-    def __init__(self, whole):
-        super().__init__()
-        self.weight, self.bias = whole.weight, whole.bias
-
-    def forward(self, x):
-        out = F.linear(x, self.weight, self.bias)
-        return out * 1.01 if torch.is_autocast_enabled("cpu") else out
 
 
 def test_the_first_look_asks_under_the_autocast_of_the_trainer(tmp_path):
