@@ -127,9 +127,13 @@ def _leaving(values: np.ndarray, top: float) -> list[str]:
 
 
 def _unit_round_offs(ax: Axes) -> None:
-    for unit in UNIT_ROUND_OFF.values():
-        ax.axhline(unit, color=INK, linewidth=0.7, linestyle=(0, (1, 3)))
-        ax.text(1.01, unit, power(2, unit), transform=ax.get_yaxis_transform(), va="center")
+    for dtype, unit in UNIT_ROUND_OFF.items():
+        # a zoom moves what is named so
+        ax.axhline(unit, color=INK, linewidth=0.7, linestyle=(0, (1, 3)), gid=f"{dtype}-level-line")
+        ax.text(
+            *(1.01, unit, power(2, unit)),
+            **{"transform": ax.get_yaxis_transform(), "va": "center", "gid": f"{dtype}-level-text"},
+        )
 
 
 def readings(ax: Axes, bundles: list[Bundle]) -> dict:
@@ -151,8 +155,24 @@ def readings(ax: Axes, bundles: list[Bundle]) -> dict:
             round(v, 1)
             for v in (box.x0 * width, box.x1 * width, (1 - box.y1) * height, (1 - box.y0) * height)
         ],
+        "scale": _height_scale(ax),
         "arms": {b.arm: _of_arm(b, kept) for b in bundles},
     }
+
+
+def _height_scale(ax: Axes) -> dict:
+    """How values become heights, for labels of a part of the axis.
+
+    ``anchors`` are values and their heights in pixels of the SVG; from one to the next the axis is linear
+    where it begins at 0 or below, else logarithmic. ``zero`` is the value that stands for 0, or None.
+    """
+    low, top = ax.get_ylim()
+    kind = ax.get_yscale()
+    values = [low, 1.0, top] if kind == "symlog" else [low, top]
+    pixels = ax.transData.transform([(0, value) for value in values])[:, 1] / ax.figure.dpi * 72
+    height = ax.figure.get_size_inches()[1] * 72
+    anchors = [[float(f"{v:.6g}"), round(float(height - p), 1)] for v, p in zip(values, pixels, strict=True)]
+    return {"anchors": anchors, "zero": anchors[0][0] if kind == "function" else None}
 
 
 def _of_arm(drawn: Bundle, kept: np.ndarray) -> dict:
