@@ -54,6 +54,8 @@ class Evidence:
         status: whether it was answered at all.
         details: what somebody who looks for the fault wants to know besides, a line each: how many elements
             are wrong and which most, what the difference looks like.
+        unit: of ``measured`` and ``threshold``, in words; "" where nobody said.
+        reason: why the threshold stands where it does.
     """
 
     probe: str
@@ -64,6 +66,8 @@ class Evidence:
     reading: str
     status: Status = Status.ANSWERED
     details: str = ""
+    unit: str = ""
+    reason: str = ""
 
     @property
     def text(self) -> str:
@@ -71,7 +75,8 @@ class Evidence:
         return f"{self.reading}\n{self.details}" if self.details else self.reading
 
     def as_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value or name != "details"}
+        said = ("details", "unit", "reason")
+        return {name: value for name, value in asdict(self).items() if value or name not in said}
 
 
 @dataclass(frozen=True)

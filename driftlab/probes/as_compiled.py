@@ -139,6 +139,7 @@ PROBE = Probe(
     reason="as `precision` in float32 and as `function` in float64; what is too far off is fewer bits where "
     "its error is another one after a move by 2^-7 (bfloat16's grain) of weights and inputs, and another "
     "function where it stays",
+    unit="times the rounding error of what is written",
     sees="what `torch.compile` makes of a network, or of functions that it calls: outputs, gradients, "
     "buffers, eval mode and the outputs after an update, in float32 and, where it compiles, in float64",
     misses="other sizes and later steps; scripted and exported code and kernels run as they are in every "

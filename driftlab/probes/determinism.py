@@ -168,6 +168,7 @@ PROBE = Probe(
     question="Does each network repeat itself, bit for bit, from the same state, batch and random seed?",
     threshold=0.0,
     reason=f"equal bits, {REPEATS} times over; up to {AGAIN_MODULE} times before anybody is accused",
+    unit="relative difference",
     sees="other random numbers, unordered sums, clocks, shared counters",
     misses="what strikes less than about once in a hundred calls",
     order=10,

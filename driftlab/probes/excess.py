@@ -74,6 +74,7 @@ PROBE = Probe(
     name=EXCESS,
     question="Where the pair leaves its controls, do both differ on the same weights and the same batch?",
     reason="its threshold is 2^14.5 times the controls at that step",
+    unit="distance, relative",
     sees="module, pass and step of a late fault; chaos told from a fault",
     order=100,
 )

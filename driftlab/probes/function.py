@@ -215,7 +215,7 @@ def _not_trained(missed: list[str]) -> Finding:
     names = ", ".join(missed[:4])
     says = f"{names}: trained in the reference, and among the candidate's parameters there is none for it"
     place = Place(missed[0].rpartition(".")[0], "update", 0)
-    return PROBE.finding(float(len(missed)), Verdict.BUG, says, place, threshold=0.0)
+    return PROBE.finding(float(len(missed)), Verdict.BUG, says, place, threshold=0.0, unit="weights")
 
 
 PROBE = Probe(
@@ -223,6 +223,7 @@ PROBE = Probe(
     question="Fed the same inputs, do both compute the same function, once rounding is taken away?",
     threshold=HALFWAY,
     reason="halfway between rounding, 2^-29 of float32's error in float64, and a wrong function, all of it",
+    unit="times what rounding makes of it",
     sees="any difference in the function on this batch (forward, all gradients, buffers, eval mode), for the "
     "whole network and every rewritten module, down to about 1e-11 of a module's result",
     misses="what these inputs do not reach",

@@ -41,6 +41,7 @@ PROBE = Probe(
     "precisely?",
     threshold=HALFWAY,
     reason="as `function` and `precision`",
+    unit="times what rounding makes of it",
     sees="late faults of the float32 path alone",
     misses="what sets in after the last update",
     order=120,

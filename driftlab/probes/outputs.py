@@ -55,6 +55,7 @@ PROBE = Probe(
     question="Does every output of the reference have its counterpart among the candidate's?",
     threshold=0.0,
     reason="one that is neither compared nor part of the loss is one too many",
+    unit="outputs without counterpart",
     sees="outputs that go by another name, which are paired by place, shape and value; those that only one "
     "of the two returns",
     misses="numbers that are no floating ones",

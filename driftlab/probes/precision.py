@@ -160,6 +160,7 @@ PROBE = Probe(
     threshold=HALFWAY_BITS,
     reason="halfway, in powers of two, between float32 and the next narrower format (TF32, float16: 2^13); "
     "in bf16 and fp16 4, see below",
+    unit="times the reference's error",
     sees="TF32, float16, bfloat16, in any pass, by module",
     misses="an algorithm that merely cancels is told apart: the loss must stay on centred inputs, and on "
     "each of three pairs of samples (one float32 on the other side of a kink is no loss of bits)",

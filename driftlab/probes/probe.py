@@ -22,6 +22,7 @@ class Probe:
         question: in one sentence; ``{role}`` and the like are filled in by ``finding``.
         threshold: the number at which the answer turns, where there is one number.
         reason: why the threshold stands there.
+        unit: of what is measured and of the threshold, in words: "bits", "times the control's".
         sees, misses: what it can and cannot see, for the documentation.
         order: its rank among the probes.
         ask: what it asks of an examination before any update; None for one that is asked elsewhere.
@@ -35,6 +36,7 @@ class Probe:
     question: str
     threshold: float | None = None
     reason: str = ""
+    unit: str = ""
     sees: str = ""
     misses: str = ""
     order: int = 0
@@ -54,19 +56,23 @@ class Probe:
         threshold: float | None = None,
         supersedes: tuple[str, ...] = (),
         status: Status = Status.ANSWERED,
+        unit: str | None = None,
         **names: str,
     ) -> Finding:
         """An answer.
 
         Args:
-            measured: in the unit of its reading, held against ``threshold``, the probe's own where None.
+            measured: in ``unit``, held against ``threshold``; the probe's own where None.
             says: the reading; ``{place}`` in it stands for the place.
             names: what the question leaves open.
         """
         threshold = self.threshold if threshold is None else threshold
+        # of another threshold than its own the probe has not said why it stands there
+        reason = self.reason if self.threshold in (None, threshold) else ""
+        said = {"unit": self.unit if unit is None else unit, "reason": reason}
         reading = says.replace("{place}", str(place)) if place else says
         question = self.question.format(**names) if names else self.question
-        evidence = Evidence(self.name, question, measured, threshold, supports, reading, status)
+        evidence = Evidence(self.name, question, measured, threshold, supports, reading, status, **said)
         return Finding(evidence, place, says, self.off_path, self.decides, supersedes)
 
     def evidence(

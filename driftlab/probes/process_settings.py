@@ -45,6 +45,7 @@ PROBE = Probe(
     question="Does the candidate leave float32 all its bits in the whole process?",
     threshold=24,
     reason="all that float32 has",
+    unit="bits",
     sees="TF32 or bfloat16 turned on by the rewrite or in a forward or backward pass, deterministic kernels "
     "turned off",
     misses="settings made before the rewrite is handed over; they are not in force while driftlab measures",

@@ -148,6 +148,7 @@ PROBE = Probe(
     question=_QUESTION,
     threshold=SIGMAS,
     reason=f"standard errors, over {DRAWS} seeds: one false alarm in a hundred million",
+    unit="standard errors",
     sees="where a random layer differs: dropout drawn in another order or in pieces",
     misses="a rate that is off by less than about a tenth of itself",
     order=25,

@@ -43,6 +43,7 @@ PROBE = Probe(
     question="Does the window repeat itself, bit for bit, when it is run a second time?",
     threshold=0.0,
     reason="equal bits in every row",
+    unit="relative difference",
     sees="rare nondeterminism",
     misses="asked by `diagnose`; an experiment trains a seed once",
     order=90,

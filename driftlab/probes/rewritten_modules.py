@@ -71,6 +71,7 @@ PROBE = Probe(
     question="Do the rewritten modules agree on small integers, bit for bit, and at other sizes and values?",
     threshold=0.0,
     reason="sums of small integers are exact in any order; at other values as `function`",
+    unit="relative difference",
     sees="each rewritten module that agrees so far, and the bits that its operands keep: faults at odd and "
     "oblong sizes, beyond a threshold (values eight times as large, of the other sign, moved), for zeros",
     misses="thresholds further out; integers in place of its own weights accuse nobody alone (a padding row "

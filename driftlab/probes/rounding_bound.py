@@ -159,6 +159,7 @@ PROBE = Probe(
     "bound?",
     threshold=1.0,
     reason="2 gamma_K (|W| * |x|), gamma_K = K u / (1 - K u), is what two orders of a sum may differ by",
+    unit="share of the a-priori bound",
     sees="linears and convolutions: the share of the bound that is used up, and the bits that agree",
     misses="evidence only: Winograd and FFT may exceed it and be right",
     order=60,

@@ -56,6 +56,7 @@ PROBE = Probe(
     question="Do both start from the same weights, buffers, modes and trained parameters?",
     threshold=0.0,
     reason="equal values after folding",
+    unit="relative difference",
     sees="what differs before any training: weights after folding, buffers, modes, frozen and missing "
     "parameters. Other values count where the function shows them; else they are merely written otherwise",
     order=40,

@@ -23,6 +23,7 @@ PROBE = Probe(
     name="stored_otherwise",
     question="Do both still agree after an update, though some weights are stored in another form?",
     reason="its threshold is 2^14.5 times the controls at that step",
+    unit="distance, relative",
     sees="reparametrised weights (scaled, a gain less one) that the optimizer moves otherwise",
     order=110,
 )

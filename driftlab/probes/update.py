@@ -208,6 +208,7 @@ PROBE = Probe(
     question="Given the same gradients, do the two optimizers move folded weights alike?",
     threshold=THRESHOLD,
     reason="2^14.5 units of float64's round-off",
+    unit="relative difference",
     sees="other or missing settings, late changes, rules that look at whole tensors (LARS, clipping by "
     "tensor) once a tensor is split; state in fewer bits, by the same in shadow execution; an optimizer that "
     "does not repeat itself",

@@ -13,8 +13,10 @@ from driftlab.report.series import MOST_LINES, Bundle
 from driftlab.report.svg import INK
 from driftlab.rounding import UNIT_ROUND_OFF
 
-# Beyond this many steps the first hundred, where drift begins, would be a sliver of a linear axis.
-LINEAR_STEPS = 500
+# Up to this step the axis is linear: a pair that differs mostly does so within the first few updates.
+LINEAR_STEPS = 10
+# Over more decades than this only powers of ten are labelled.
+_CLOSE_DECADES = 2.5
 # A relative distance or a loss this far above where it began is on its way to inf: how far it got before
 # the last finite number says nothing, and would flatten all the rest.
 CEILING = 1e3
@@ -22,19 +24,27 @@ CEILING = 1e3
 _READINGS = 12000
 
 
-def steps(ax: Axes, last: int) -> None:
-    """The step axis from 0 to ``last``: linear, in long runs logarithmic above 10."""
+def steps(ax: Axes, last: int, room: bool = True) -> None:
+    """The step axis from 0 to ``last``: linear up to step 10, logarithmic above; ``room`` for many labels."""
     ax.set_xlabel("step")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if last > LINEAR_STEPS:
-        ax.set_xscale("symlog", linthresh=10, linscale=0.6)
-        ticks = [0, *(10**n for n in range(1, math.ceil(math.log10(last)) + 1) if 10**n <= last)]
-        ax.xaxis.set_major_locator(FixedLocator(ticks))
+        ax.set_xscale("symlog", linthresh=LINEAR_STEPS, linscale=0.8)
+        ax.xaxis.set_major_locator(FixedLocator(_step_ticks(last, room)))
         ax.xaxis.set_minor_locator(NullLocator())
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        ax.set_xlabel("step (logarithmic above 10)")
+        ax.set_xlabel(f"step (logarithmic above {LINEAR_STEPS})")
     margin = 1.06 if last > LINEAR_STEPS else 1.015
     ax.set_xlim(0, max(last, 1) * margin)
+
+
+def _step_ticks(last: int, room: bool) -> list[int]:
+    """0, 5 and 10, then powers of ten, with their 2 and 5 where there is room."""
+    decades = math.log10(last / LINEAR_STEPS)
+    between = (1, 2, 5) if room and decades <= _CLOSE_DECADES else (1,)
+    powers = [LINEAR_STEPS * 10**n for n in range(math.ceil(decades) + 1)]
+    ticks = [part * power_ for power_ in powers for part in between]
+    return [0, *([5] if len(between) > 1 else []), *(t for t in ticks if t <= last)]
 
 
 def places(ax: Axes, at: np.ndarray) -> np.ndarray:
@@ -117,9 +127,13 @@ def _leaving(values: np.ndarray, top: float) -> list[str]:
 
 
 def _unit_round_offs(ax: Axes) -> None:
-    for unit in UNIT_ROUND_OFF.values():
-        ax.axhline(unit, color=INK, linewidth=0.7, linestyle=(0, (1, 3)))
-        ax.text(1.01, unit, power(2, unit), transform=ax.get_yaxis_transform(), va="center")
+    for dtype, unit in UNIT_ROUND_OFF.items():
+        # a zoom moves what is named so
+        ax.axhline(unit, color=INK, linewidth=0.7, linestyle=(0, (1, 3)), gid=f"{dtype}-level-line")
+        ax.text(
+            *(1.01, unit, power(2, unit)),
+            **{"transform": ax.get_yaxis_transform(), "va": "center", "gid": f"{dtype}-level-text"},
+        )
 
 
 def readings(ax: Axes, bundles: list[Bundle]) -> dict:
@@ -141,8 +155,24 @@ def readings(ax: Axes, bundles: list[Bundle]) -> dict:
             round(v, 1)
             for v in (box.x0 * width, box.x1 * width, (1 - box.y1) * height, (1 - box.y0) * height)
         ],
+        "scale": _height_scale(ax),
         "arms": {b.arm: _of_arm(b, kept) for b in bundles},
     }
+
+
+def _height_scale(ax: Axes) -> dict:
+    """How values become heights, for labels of a part of the axis.
+
+    ``anchors`` are values and their heights in pixels of the SVG; from one to the next the axis is linear
+    where it begins at 0 or below, else logarithmic. ``zero`` is the value that stands for 0, or None.
+    """
+    low, top = ax.get_ylim()
+    kind = ax.get_yscale()
+    values = [low, 1.0, top] if kind == "symlog" else [low, top]
+    pixels = ax.transData.transform([(0, value) for value in values])[:, 1] / ax.figure.dpi * 72
+    height = ax.figure.get_size_inches()[1] * 72
+    anchors = [[float(f"{v:.6g}"), round(float(height - p), 1)] for v, p in zip(values, pixels, strict=True)]
+    return {"anchors": anchors, "zero": anchors[0][0] if kind == "function" else None}
 
 
 def _of_arm(drawn: Bundle, kept: np.ndarray) -> dict:

@@ -79,12 +79,13 @@ def drawings(records: Sequence[SeedRecord]) -> list[Drawing]:
 
 
 def _arms(records: Sequence[SeedRecord], measure: Measure) -> list[str]:
-    """What is compared; else the reference and the candidate, or the control where there is none."""
+    """What is compared; of a measure that compares nothing the reference, the candidate and the control.
+
+    The control belongs there: a candidate's curve that parts from the reference's no further is rounding.
+    """
     if measure.compared:
         return judged_against(records)
-    arms = narrow(all_arms(records))
-    rewritten = "candidate" if "candidate" in map(role, arms) else "control"
-    return [a for a in arms if role(a) in ("reference", rewritten)]
+    return [a for a in narrow(all_arms(records)) if role(a) in ("reference", "candidate", "control")]
 
 
 def _drawn(measure: Measure, bundles: list[Bundle], records: Sequence[SeedRecord]) -> Drawing:

@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from driftlab.record import differing as environments
 from driftlab.record.seed_record import SeedRecord, write_whole
 from driftlab.report import tables
+from driftlab.report.evidence_table import meanings, scaled
 from driftlab.report.local_windows import local_table
 from driftlab.report.sections import MISSING, Answer, in_page, number, percent, shown
 from driftlab.report.series import MOST_LINES, all_arms
@@ -17,6 +18,8 @@ from driftlab.words import Judgement
 
 # Of a longer table the rest stands in its file alone: a page that grows with the seeds does not open at last.
 MOST_TABLE_ROWS = 500
+# Letters that fit in one line beside a verdict.
+MOST_HEADLINE = 60
 _TEST_NAMES = {"discordant": "seeds with another outcome", "mcnemar_p": "McNemar's exact test, p"}
 
 
@@ -49,10 +52,14 @@ def as_page(
     rows = tables.outcomes(records, judgement)
     most = tables.notable(rows)
     drawings, layers = _drawings(records)
+    evidence = scaled(judgement.evidence)
     switches = [arm for d in drawings for arm in d.arms] + (layers.switches if layers else [])
     return template("page.html.j2").render(
         meta=_filled(meta),
         judgement=judgement,
+        headline=_headline(judgement.headline),
+        evidence=evidence,
+        meanings=meanings(evidence),
         seeds=[r.seed for r in records],
         answer=_answered(answer) if answer else None,
         comparison=tables.comparison(records),
@@ -91,6 +98,17 @@ def _answered(answer: Answer) -> dict:
     ]
     tables = [shown(t, most=MOST_TABLE_ROWS) for t in answer.tables]
     return {"sentence": answer.sentence, "figures": figures, "tables": tables}
+
+
+def _headline(text: str) -> dict[str, str]:
+    """What stands beside the verdict in one line, and the rest of the sentence below it.
+
+    A sentence is parted at its first colon; where that comes too late for one line, all of it stands below.
+    """
+    line, _, rest = text.partition(": ")
+    if len(line) > MOST_HEADLINE:
+        return {"line": "", "rest": text}
+    return {"line": line, "rest": rest}
 
 
 def _filled(meta: Mapping) -> dict:

@@ -142,7 +142,7 @@ def _drawn(records: Sequence[SeedRecord], width: str) -> tuple[Figure, str]:
 def _fill(ax: Axes, panel: _Panel, records: Sequence[SeedRecord], last: int) -> list[str]:
     """Draw a panel; what a reader has to be told about it."""
     ax.set_title(f"({panel.letter})", loc="left", fontsize=8)
-    scale.steps(ax, last)
+    scale.steps(ax, last, room=False)
     if ax.get_xscale() == "linear":
         ax.locator_params(axis="x", nbins=5)  # a panel of three has no room for more
     measure, bundles = panel.measure, panel.bundles

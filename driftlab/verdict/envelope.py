@@ -21,6 +21,7 @@ PAIR = Probe(
     question="Does {role}.{dtype} stay within what control.{dtype} shows?",
     threshold=HALFWAY,
     reason="halfway between rounding and a wrong function, in units of the controls' envelope",
+    unit="times the controls' distance",
     sees="late faults, states carried over, weights written otherwise that are moved otherwise",
     misses="what sets in after the last update",
 )
@@ -30,6 +31,7 @@ EVALUATION = Probe(
     question="In eval mode and in its buffers, does {role}.float64 stay within what control.float64 shows?",
     threshold=HALFWAY,
     reason="as `float64_pair`",
+    unit="times the controls' distance",
     sees="faults that training mode does not show",
 )
 # An update that does something else leaves the envelope at once; chaos does so by and by.

@@ -21,6 +21,7 @@ SAME_BITS = Probe(
     question="Does the {role} differ from its reference in any bit?",
     threshold=0.0,
     reason="equal bits",
+    unit="largest relative distance",
     sees="any difference in any logged number",
 )
 DTYPE_RATIO = Probe(
@@ -29,6 +30,7 @@ DTYPE_RATIO = Probe(
     "predicts?",
     threshold=1 / HALFWAY,
     reason="halfway between rounding, 2^-29, and a wrong function, 1",
+    unit="float64 distance over float32 distance",
     sees="a wrong function, which is as wrong in either dtype",
 )
 FLOAT32_START = Probe(
@@ -36,6 +38,7 @@ FLOAT32_START = Probe(
     question="Before any update, is {role}.float32 as near to its reference as float32 rounding?",
     threshold=HALFWAY_BITS,
     reason="halfway between float32 and the next narrower format in use",
+    unit="times the control's distance",
     sees="fewer bits, where float64 says that the function is the same",
 )
 DRIFT = Probe(
@@ -43,6 +46,7 @@ DRIFT = Probe(
     question="Has {role}.float32 drifted further than a nudge of one ulp carries control.float32?",
     threshold=HALFWAY_BITS,
     reason="as `float32_start`; what two runs that saturate differ by is far below",
+    unit="times the control's distance",
     sees="where training has carried rounding",
     misses="decides nothing where the float32 path was probed",
 )

@@ -28,6 +28,7 @@ STABILITY = Probe(
     question="Does the training fall over, and the reference and the control as well as the candidate?",
     threshold=0.0,
     reason="nobody falls over",
+    unit="trainings that fell over",
     sees="a training that sits on an edge",
 )
 EQUAL_ACCURACY = Probe(
@@ -35,12 +36,14 @@ EQUAL_ACCURACY = Probe(
     question="Do {arm} and its reference end with the same test accuracy?",
     threshold=EQUAL,
     reason="the level of two one-sided tests within the reference's spread over seeds",
+    unit="p",
     sees="describes a long run; decides nothing",
 )
 DISAGREEMENT = Probe(
     name="disagreement",
     question="On how many test images do {arm} and its reference disagree, beside the control?",
     reason="its threshold is the control's largest",
+    unit="share of the test images",
     sees="describes a long run; decides nothing",
 )
 

@@ -15,7 +15,7 @@ from driftlab.verdict.rules import judge
 from driftlab.words import Evidence, Judgement, Place, Verdict
 
 ORDER = ["verdict", "where", "stand-in", "comparison", "figures", "weight-distance", "sign-flips", "loss"]
-ORDER += ["outcomes", "evidence", "layers", "by-layer", "environment", "settings", "repeat"]
+ORDER += ["outcomes", "evidence", "layers", "by-layer", "environment", "settings", "meanings", "repeat"]
 
 META = {
     "experiment": "split_conv",
@@ -108,7 +108,7 @@ def test_says_the_verdict_where_and_how_to_repeat_it(tmp_path, ten):
     text = page(tmp_path, ten, BUG)
     for part in ("layer1.0.conv2", "weight gradient", "not what was found", META["command"], "lr: 0.1"):
         assert part in text
-    assert '<span class="word">bug</span>' in text
+    assert 'class="word">bug</a>' in text
 
 
 def test_stand_in_is_said_only_of_a_stand_in(tmp_path, ten):
@@ -175,10 +175,15 @@ def test_a_run_without_a_finite_number_has_no_figures(tmp_path, make_seed):
     assert "<figure" not in text
 
 
+def drawn(text, name):
+    """What a figure hands to its script."""
+    figure = re.search(rf'<figure id="{name}".*?</figure>', text, re.DOTALL)[0]
+    return json.loads(re.search(r'<script type="application/json">(.*?)</script>', figure, re.DOTALL)[1])
+
+
 def test_what_the_pointer_reads_are_the_values_of_the_curves(tmp_path, ten):
     text = page(tmp_path, ten)
-    figure = re.search(r'<figure id="weight-distance".*?</figure>', text, re.DOTALL)[0]
-    data = json.loads(re.search(r'<script type="application/json">(.*?)</script>', figure, re.DOTALL)[1])
+    data = drawn(text, "weight-distance")
     assert data["at"] == list(range(121))
     arm = data["arms"]["control.float32"]
     values = [r.series("weight_distance", "control.float32")[40] for r in ten]
