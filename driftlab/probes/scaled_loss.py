@@ -75,6 +75,7 @@ PROBE = Probe(
     reason="a power of two changes no significand, in float64 rounding is 2^-53",
     sees="what a loss scaler brings about: gradients that are clamped, thresholds, terms that are added",
     misses="asked in 16-mixed alone, where a loss is scaled",
+    unit="distance, relative",
     order=72,
     ask=ask,
 )

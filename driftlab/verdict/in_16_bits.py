@@ -31,6 +31,7 @@ PAIR = Probe(
     reason="halfway between one rounding of bfloat16, 2^-8, and a wrong function; right rewrites reached 5.8",
     sees="what 16 bits alone show and is larger than their rounding, in outputs and gradients",
     misses="what is smaller than the rounding of 16 bits; the probes under autocast look there",
+    unit="times the control's distance",
 )
 # Where the largest gradient of float16 ends near that dtype's largest number, rounding decides one update.
 ONE_UPDATE = 1.0
@@ -40,6 +41,7 @@ SKIPPED = Probe(
     threshold=ONE_UPDATE,
     reason="rounding decides one update, where a gradient ends near the largest float16",
     sees="an overflow of float16 that the reference does not have",
+    unit="updates",
 )
 
 
@@ -50,6 +52,7 @@ FROM_FLOAT32 = Probe(
     question="How far is reference.{dtype} from reference.float32, and when do their losses part?",
     reason="no threshold: float32 is another precision, not another function",
     sees="describes what the precision alone does to the training; decides nothing",
+    unit="distance, relative",
 )
 
 
