@@ -139,13 +139,19 @@ def _sections() -> Iterator[tuple[str, list[wr.LinePlot]]]:
             yield "Local windows", list(_charts(LOCAL))
 
 
+def _arms(measure: Measure) -> Iterable[str]:
+    if measure.dtype:
+        return [f"{arm.partition('.')[0]}.{measure.dtype}" for arm in NARROW]
+    return DRIFTING if measure.compared else NARROW
+
+
 def _charts(drawn: Iterable[Measure]) -> Iterable[wr.LinePlot]:
     """A distance of exactly 0 has no place on a logarithmic axis: curves.csv holds it."""
-    for place, measure in enumerate(m for m in drawn if not m.dtype):
+    for place, measure in enumerate(drawn):
         yield wr.LinePlot(
             title=measure.label,
             x="step",
-            y=[f"{measure.name}/{arm}" for arm in (DRIFTING if measure.compared else NARROW)],
+            y=[f"{measure.name}/{arm}" for arm in _arms(measure)],
             log_y=measure.logarithmic,
             title_x="step (updates)",
             title_y=measure.label,

@@ -57,7 +57,10 @@ def test_every_column_of_curves_and_evaluations_has_a_chart_on_the_step_axis(spe
         named = {metric.rpartition("/")[0] for c in drawn for metric in c["metrics"]}
         assert named == {*CURVES, *EVALUATIONS, "local/weight_distance", "local/growth"}
         assert {c["xAxis"] for c in drawn} == {"step"}
-        assert all("candidate.float32" in " ".join(c["metrics"]) for c in drawn)
+        assert all(
+            "candidate.float32" in (shown := " ".join(c["metrics"])) or "candidate.16-mixed" in shown
+            for c in drawn
+        )
 
 
 def test_distances_are_drawn_on_a_logarithmic_axis_with_the_controls_and_float64_beside(specs):
