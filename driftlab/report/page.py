@@ -14,6 +14,7 @@ from driftlab.report.evidence_table import meanings, scaled
 from driftlab.report.local_windows import local_table
 from driftlab.report.sections import MISSING, Answer, in_page, number, percent, shown
 from driftlab.report.series import MOST_LINES, all_arms
+from driftlab.verdict.in_16_bits import precisions_in_16_bits
 from driftlab.words import Judgement
 
 # Of a longer table the rest stands in its file alone: a page that grows with the seeds does not open at last.
@@ -66,6 +67,7 @@ def as_page(
         drawings=drawings,
         local=local_table(records),
         roles={arm.partition(".")[0] for arm in all_arms(records)},
+        in_16_bits=any(precisions_in_16_bits(record, "control") for record in records),
         layers=layers,
         switches=list(dict.fromkeys(switches)),
         most_lines=MOST_LINES,

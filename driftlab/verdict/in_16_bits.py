@@ -121,10 +121,11 @@ def _rows(record: SeedRecord, kind: str, role: str, dtype: str) -> Iterator[Exce
 
     Where more pre-activations of the candidate fell on the other side of a kink than of the control, or the
     control has too few to tell, its gradients leap, and behind the next update weights and outputs. Outputs
-    before that are continuous.
-    Of steps that leave no row nobody knows.
+    before that are continuous. Of steps that leave no row nobody knows. What overflows in scaled gradients is
+    left to the updates that are skipped for it.
     """
     mine, control, own = (record.series(kind, f"{r}.{dtype}") for r in (role, "control", "reference"))
+    scaled = kind == "gradient_distance" and bool(record.series("skipped_updates", f"{role}.{dtype}"))
     flips, allowed = (record.series("sign_flips", f"{r}.{dtype}") for r in (role, "control"))
     apart, envelope = _skips_apart(record, role, dtype), UNIT_IN_16_BITS[dtype.partition("-")[0]]
     for number, step in enumerate(sorted(mine.keys() & control.keys())):
@@ -133,7 +134,7 @@ def _rows(record: SeedRecord, kind: str, role: str, dtype: str) -> Iterator[Exce
         leaps = flips.get(step, 0.0) > (many if (many := allowed.get(step, 0.0)) >= MANY else 0.0)
         if (apart is not None and step >= apart) or (leaps and kind == "gradient_distance"):
             return
-        if math.isfinite(control[step]):  # else scaled gradients overflowed: the update is skipped
+        if math.isfinite(control[step]) and (math.isfinite(mine[step]) or not scaled):
             envelope = max(envelope, control[step], _finite(own.get(step, 0.0)))
             value = _finite(mine[step], BEYOND)
             yield Excess(record.seed, step, kind, value, BESIDE_16_BITS * envelope)

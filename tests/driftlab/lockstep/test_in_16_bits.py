@@ -271,3 +271,15 @@ def test_a_clamp_that_only_a_scaled_loss_reaches_is_found_with_its_layer():
     assert (found.verdict, found.where.module) == ("bug", "0")
     assert next(e for e in found.evidence if e.probe == "scaled_loss").measured > 0.1
     assert diagnose(unfolded(), unfolded(), batches, steps=2, precision="16-mixed").verdict == "bit_identical"
+
+
+def test_one_update_more_that_overflows_is_no_difference():
+    lockstep = trained(["float32", "float64", "16-mixed"])
+    found = record(lockstep)
+    for row in found.curves[1:]:
+        row["skipped_updates/candidate.16-mixed"] = 1.0
+    found.curves[0]["gradient_distance/candidate.16-mixed"] = math.nan
+    judgement = judge([found])
+    assert judgement.verdict in ("round_off", "bit_identical")
+    (skipped,) = (e for e in judgement.evidence if e.probe == "16-mixed_skipped")
+    assert (skipped.measured, skipped.supports) == (1.0, "round_off")
