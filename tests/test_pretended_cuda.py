@@ -224,8 +224,20 @@ def test_wrappers_of_driftlab_s_lie_on_it(cuda):
 def test_what_it_cannot_compute_it_says(x):
     with pytest.raises(NotImplementedError, match=r"no kernel for aten\._cudnn_rnn"):
         torch._cudnn_rnn(x, [x], 4, None, x, None, 0, 3, 0, 1, False, 0.0, True, False, [], None)
-    with pytest.raises(NotImplementedError, match="no autocast"), torch.autocast("cuda"):
-        pass
+
+
+@pytest.mark.parametrize("few", [torch.bfloat16, torch.float16])
+def test_autocast_casts_by_the_lists_of_cuda(cuda, few):
+    x, layer = torch.randn(3, 4).to("cuda"), nn.Linear(4, 4).to("cuda")
+    with torch.autocast("cuda", few):
+        assert layer(x).dtype is (x @ x.T).dtype is few
+        assert layer(x).softmax(1).dtype is F.layer_norm(layer(x), (4,)).dtype is torch.float32
+        assert layer(x).relu().dtype is few
+        with torch.autocast("cuda", enabled=False):
+            assert layer(x).dtype is torch.float32
+        assert (x.double() @ x.double().T).dtype is torch.float64
+        layer(x).float().sum().backward()
+    assert layer(x).dtype is layer.weight.grad.dtype is torch.float32
 
 
 def test_the_driver_is_asked_for_when_something_is_done_there(cuda):

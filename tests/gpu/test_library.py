@@ -9,6 +9,7 @@ from torch import nn
 
 from driftlab import assert_equivalent, batch_invariant, diagnose, gradient_check
 from driftlab.words import Verdict
+from tests.driftlab.lockstep import test_in_16_bits as in_16_bits
 from tests.driftlab.lockstep.test_lockstep import batch, lockstep, network
 from tests.test_pretended_cuda import NETWORKS
 
@@ -141,3 +142,35 @@ def test_no_step_waits_for_the_gpu(cuda, logged):
     cuda.waited.clear()
     step(2), step(3)
     assert cuda.waited == []
+
+
+@pytest.mark.parametrize("precision", in_16_bits.ALL)
+def test_arms_in_16_bits_train_as_on_the_cpu(cuda, precision):
+    there, here = in_16_bits.fresh(precision, device="cuda"), in_16_bits.fresh(precision)
+    for step in range(in_16_bits.STEPS + 1):
+        for mine, device in ((there, "cuda"), (here, "cpu")):
+            mine.forward_backward(step, *(t.to(device) for t in in_16_bits.batch(step)))
+            mine.update(step)
+    for mine in (there, here):
+        mine.flush()
+    assert there.rows.keys() == here.rows.keys()
+    for step, row in there.rows.items():
+        name = f"reference.{precision}"
+        assert row[f"loss/{name}"] == pytest.approx(here.rows[step][f"loss/{name}"], rel=0.05)
+        assert row[f"logit_distance/control.{precision}"] > 0
+    skipped = [next(a for a in mine.arms if a.name == name).skipped for mine in (there, here)]
+    assert skipped[0] == skipped[1]
+
+
+@pytest.mark.parametrize("precision", in_16_bits.MIXED)
+def test_a_diagnosis_asks_under_the_autocast_of_the_device(cuda, precision):
+    networks = (
+        in_16_bits.unfolded().to("cuda"),
+        in_16_bits.rewritten(lambda out: out.flip(-1), "cuda").to("cuda"),
+    )
+    batches = [tuple(t.to("cuda") for t in in_16_bits.batch(step)) for step in range(3)]
+    assert diagnose(*networks, batches, steps=2, precision=precision).verdict is Verdict.BUG
+    assert (
+        diagnose(networks[0], copy.deepcopy, batches, steps=2, precision=precision).verdict
+        is Verdict.BIT_IDENTICAL
+    )

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from tests.pretended_cuda import autocast
 from tests.pretended_cuda.device import Device
 from tests.pretended_cuda.memory import LENT, gpu_of, lent, storage_on
 
@@ -35,15 +36,8 @@ def _factories(device: Device) -> dict:
 
         return made
 
-    plain_autocast = torch.set_autocast_enabled
-
-    def set_autocast_enabled(kind: str, enabled: bool) -> None:
-        if enabled and kind == "cuda":
-            raise NotImplementedError("the pretended CUDA device has no autocast")
-        plain_autocast(kind, enabled)
-
     made = {name: lent_to(getattr(torch, name)) for name in ("tensor", "as_tensor", "asarray")}
-    return made | {"set_autocast_enabled": set_autocast_enabled}
+    return made | {"set_autocast_enabled": autocast.switch()}
 
 
 def _tensors(device: Device) -> dict:

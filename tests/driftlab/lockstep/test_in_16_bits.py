@@ -167,9 +167,9 @@ def test_inside_every_weight_is_one_unit_off_and_behind_it_what_it_was(few):
 def test_a_resumed_training_goes_on_bit_for_bit(tmp_path, precision):
     whole = trained(["float32", precision], loss=large_loss)
     half = trained(["float32", precision], loss=large_loss, steps=STEPS)
-    half = walked(_fresh(precision), stop=2)
+    half = walked(fresh(precision), stop=2)
     save_checkpoint(half, 2, tmp_path)
-    resumed = _fresh(precision)
+    resumed = fresh(precision)
     walked(resumed, start=load_checkpoint(resumed, tmp_path))
     rest = {s: whole.rows[s] for s in range(2, STEPS + 1)}
     assert repr(rest) == repr(resumed.rows)  # NaN, where scaled gradients overflowed, is no number's equal
@@ -179,22 +179,22 @@ def test_a_resumed_training_goes_on_bit_for_bit(tmp_path, precision):
             assert torch.equal(mine, theirs)
 
 
-def _fresh(precision):
+def fresh(precision, device="cpu"):
     reference = network()
-    horizons = {"float32": STEPS, precision: STEPS}
-    return Lockstep(grow(reference, copy.deepcopy(reference), optimizer=adam, horizons=horizons), large_loss)
+    options = {"optimizer": adam, "horizons": {"float32": STEPS, precision: STEPS}, "device": device}
+    return Lockstep(grow(reference, copy.deepcopy(reference), **options), large_loss)
 
 
 class Hooked(nn.Module):
     """A layer whose output, or its gradient, is changed under autocast alone."""
 
-    def __init__(self, layer, change):
+    def __init__(self, layer, change, device="cpu"):
         super().__init__()
-        self.layer, self.change = layer, change
+        self.layer, self.change, self.device = layer, change, device
 
     def forward(self, x):
         out = self.layer(x)
-        return self.change(out) if torch.is_autocast_enabled("cpu") else out
+        return self.change(out) if torch.is_autocast_enabled(self.device) else out
 
 
 class InChunks(nn.Linear):
@@ -206,9 +206,9 @@ class InChunks(nn.Linear):
         return halves + self.bias
 
 
-def rewritten(change):
+def rewritten(change, device="cpu"):
     module = network()
-    module[0] = Hooked(module[0], change)
+    module[0] = Hooked(module[0], change, device)
     return module
 
 
