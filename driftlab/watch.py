@@ -79,10 +79,10 @@ class Watch:
 
     The training is bit for bit what it is without: nothing that is handed over is changed, nor torch's,
     NumPy's or Python's random state. What is judged is the training in float32 and float64 at the learning
-    rate of that step, its gradients clipped by ``clip``, those of ``accumulate`` batches an update; under
-    autocast by the probes of the first look. What the candidate counts for itself (a number that moves alike
-    with each call) is where this many calls would have brought it; of what else it alone would have kept
-    since the first step, a look knows nothing.
+    rate of that step, its gradients clipped by ``clip``, those of ``accumulate`` batches an update; in a
+    mixed ``precision`` there as well. What the candidate counts for itself (a number that moves alike with
+    each call) is where this many calls would have brought it; of what else it alone would have kept since the
+    first step, a look knows nothing.
 
     Args:
         model: the network in training.
