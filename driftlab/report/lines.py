@@ -20,6 +20,8 @@ from driftlab.report.svg import INK
 
 # Drawn in this order, so that what is judged is never hidden.
 _LAYERS = {"reference": 1, "control": 2, "candidate": 3}
+# Of dtypes whose line is everywhere the same; float64's is of where it is drawn.
+STYLES = {"float32": "-", "bf16-mixed": ":", "16-mixed": "-.", "bf16-true": (0, (1, 3))}
 # The share of the seeds that the darker band holds.
 _MOST_SEEDS = 0.05, 0.95
 # So many crosses tell where blow-ups are; more hide each other.
@@ -66,7 +68,7 @@ class Medium:
         name, _, dtype = arm.partition(".")
         shade = self.darkened if dtype == "float64" else 1.0
         colour = tuple(shade * part for part in to_rgb(self.colours.get(name, INK)))
-        return {"color": colour, "linestyle": {"float32": "-", "float64": self.float64}.get(dtype, ":")}
+        return {"color": colour, "linestyle": {"float64": self.float64}.get(dtype) or STYLES.get(dtype, ":")}
 
     def draw_seeds(self, ax: Axes, drawn: Bundle) -> None:
         """The range as a band, and each seed, or a few of many, as a thin line."""
