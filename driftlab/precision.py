@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from driftlab.refusing import shown
 from driftlab.rounding import HALFWAY_BITS, NARROWER
 from driftlab.words import DiagnoseError
 
@@ -89,7 +90,7 @@ def trained_in(name: object) -> Precision:
     """
     known = [p.name for p in PRECISIONS.values() if p.dtype is torch.float32]
     if name is not None and name not in known:
-        raise DiagnoseError(f"precision is {name!r}: give one of {', '.join(known)}, or None")
+        raise DiagnoseError(f"precision is {shown(name)}: give one of {', '.join(known)}, or None")
     return FLOAT32 if name is None else PRECISIONS[name]
 
 
@@ -107,5 +108,5 @@ def precision_of(name: object, handed_over: torch.dtype) -> Precision:
         return FLOAT32 if found is FLOAT64 else found
     if not isinstance(name, str) or name not in PRECISIONS or name == "float64":
         known = ", ".join(p for p in PRECISIONS if p != "float64")
-        raise DiagnoseError(f"precision is {name!r}: give one of {known}")
+        raise DiagnoseError(f"precision is {shown(name)}: give one of {known}")
     return PRECISIONS[name]

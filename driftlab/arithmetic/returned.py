@@ -12,6 +12,7 @@ from driftlab.blame import theirs
 from driftlab.network.calling import named_leaves
 from driftlab.network.outputs import Outputs
 from driftlab.network.pair import Pair
+from driftlab.refusing import shown
 from driftlab.words import DiagnoseError
 
 # As ``diagnose`` and ``assert_equivalent`` take it.
@@ -31,7 +32,7 @@ def mapped(candidate: nn.Module, outputs: ByHand) -> Outputs:
     if outputs is None or (names is not None and all(map(_is_name, names, names.values()))):
         return Outputs(names)
     raise DiagnoseError(
-        f"outputs={outputs!r:.60}: give a mapping from the reference's outputs to the candidate's, as in "
+        f"outputs={shown(outputs)}: give a mapping from the reference's outputs to the candidate's, as in "
         "{'logits': 'scores'}, or a function of what the candidate returns"
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from driftlab.fold.layout import relative_distance
+from driftlab.refusing import shown
 from driftlab.words import DiagnoseError
 
 Leaves = Mapping[str, Tensor]
@@ -66,7 +67,7 @@ class Outputs:
             for name in asked:
                 if name not in known:
                     raise DiagnoseError(
-                        f"outputs: the {role} returns no {name!r}; it returns {listed(known) or 'no tensor'}"
+                        f"outputs: the {role} returns no {shown(name)}; it returns {listed(known) or 'no tensor'}"
                     )
 
     def _pairs(self, theirs: Leaves, mine: Leaves, plain: Callable[[Tensor], Tensor]) -> dict[str, str]:

@@ -167,6 +167,8 @@ ONE_LINE = {
     "those of a candidate": (diagnose, "candidate", lambda: giving("to_sparse_csr"), "csr: give it dense"),
     "in eval mode": (asserted, "reference", lambda: sparse(in_eval_alone=True), "in eval mode holds a"),
     "no values": (diagnose, "reference", lambda: giving("to", "meta")(network()), "on the meta device"),
+    "outputs of several lines": (diagnose, "outputs", inputs, r"outputs=tensor\(.*: give a mapping"),
+    "a precision of several lines": (asserted, "precision", inputs, r"precision is tensor\(.*: give one of"),
     "of chunks": (in_chunks, "module", lambda: sparse().eval(), "an output holds .*: give it dense"),
     "sparse inputs": (in_chunks, "inputs", lambda: inputs().to_sparse_csr(), "sparse_csr: give it dense"),
 }
