@@ -67,7 +67,8 @@ class Outputs:
             for name in asked:
                 if name not in known:
                     raise DiagnoseError(
-                        f"outputs: the {role} returns no {shown(name)}; it returns {listed(known) or 'no tensor'}"
+                        f"outputs: the {role} returns no {shown(name)}; it returns "
+                        f"{listed(known) or 'no tensor'}"
                     )
 
     def _pairs(self, theirs: Leaves, mine: Leaves, plain: Callable[[Tensor], Tensor]) -> dict[str, str]:
