@@ -80,7 +80,7 @@ REFUSED = {
     ),
     "dtype": (
         ["+experiment=split_conv", "dtypes=[float32,float99]"],
-        "float99 is unknown: choose from float32, float64",
+        "float99 is unknown: choose from float64, float32, bf16-mixed, 16-mixed, bf16-true",
     ),
     "role": (["+experiment=split_conv", "roles=[reference,twin]"], "twin is unknown"),
     "number": (["+experiment=split_conv", "steps=many"], "steps=many must be a whole number"),
@@ -134,7 +134,8 @@ def test_a_run_leaves_the_files_of_the_contract(train_afresh, tmp_path):
     assert verdict["seeds"] == [0, 2]
     assert verdict["digest"] == folder.name
     for piece in verdict["evidence"]:
-        assert set(piece) == {"probe", "question", "measured", "threshold", "supports", "reading", "status"}
+        always = {"probe", "question", "measured", "threshold", "supports", "reading", "status"}
+        assert always <= set(piece) <= always | {"unit", "reason", "details"}
     page = (folder / "report.html").read_text()
     assert "python train.py +experiment=split_conv" in page
     assert "read it before you copy it" not in page
