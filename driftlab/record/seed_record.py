@@ -43,8 +43,9 @@ LARGEST_STEP = 2.0**53  # above, float64 skips whole numbers
 def columns(kinds: Iterable[str], arms: Iterable[str]) -> list[str]:
     """The columns of a table in their order: step, epoch, then ``<kind>/<arm>``, of the arms that have it."""
     arms = list(arms)
-    of = {m.name: f".{m.dtype}" if m.dtype else "" for m in every_measure()}
-    return ["step", "epoch", *(f"{kind}/{arm}" for kind in kinds for arm in arms if arm.endswith(of[kind]))]
+    of = {m.name: f".{m.dtype}" for m in every_measure() if m.dtype}
+    had = (f"{kind}/{arm}" for kind in kinds for arm in arms if arm.endswith(of.get(kind, "")))
+    return ["step", "epoch", *had]
 
 
 def local_columns(arms: Iterable[str]) -> list[str]:

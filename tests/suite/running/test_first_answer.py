@@ -1,6 +1,7 @@
 """What the probes say is there before the training; where it is a bug, a seed may end with it."""
 
 import json
+import re
 
 import pytest
 
@@ -30,7 +31,9 @@ def before_training(monkeypatch, tmp_path):
 def test_it_is_said_and_shown_before_the_first_training(judged, before_training, capsys):
     assert judged(*WRONG, "seed=0..1")["verdict"] == "bug"
     (page,), verdicts = before_training[0]
-    assert "by the probes of seed 0 alone, before any update: not the same function" in page
+    headline, rest = re.search(r'class="headline">(.*?)</span>.*?class="rest">(.*?)</p>', page, re.S).groups()
+    assert headline == "by the probes of seed 0 alone, before any update"
+    assert rest.startswith("not the same function")
     assert not verdicts
     said = "".join(capsys.readouterr().out.split())
     assert said.count("bytheprobesalone:bug,notthesamefunction") == 1
