@@ -35,11 +35,11 @@ class Watch(lightning.Callback):
     The training is bit for bit what it is without. What is compared is the loss of the module's own
     ``training_step``, which finds ``global_step``, ``current_epoch`` and ``trainer`` as in the training, all
     gradients, and the updates: in float32 and float64, at the learning rate of that batch, gradients clipped
-    and gathered as the Trainer does. Where the Trainer runs in mixed precision, looks are
-    taken under its autocast too. The first look of a training that begins takes the optimizers that
-    both modules' ``configure_optimizers`` make; later ones go on with the groups of the one in use. Names in
-    a place begin with ``module.``, the LightningModule. At its end ``report.html`` lies in the trainer's
-    ``log_dir``, and the distances of each look are in its logger as
+    and gathered as the Trainer does. Where the Trainer runs in mixed precision, looks are taken under its
+    autocast too. The first look of a training that begins takes the optimizers that both modules'
+    ``configure_optimizers`` make; later ones go on with the groups of the one in use. Names in a place begin
+    with ``module.``, the LightningModule. At its end ``report.html`` lies in the trainer's ``log_dir``, and
+    the distances of each look are in its logger as
     ``local/weight_distance/candidate.float64`` and so on.
 
     Args:

@@ -22,7 +22,7 @@ from driftlab.fold.layout import AnyFold
 from driftlab.lockstep.control import IN_16_BITS, ONE_WEIGHT, Control
 from driftlab.network.calling import copied
 from driftlab.network.pair import in_its_own_mode
-from driftlab.precision import FLOAT32, FLOAT64, PRECISIONS, Precision
+from driftlab.precision import PRECISIONS, Precision
 
 # Weights of float16 are moved by no update that is smaller than a thousandth of them: nobody trains them.
 TRAINED_IN = tuple(name for name in PRECISIONS if name != "16-true")
@@ -187,7 +187,7 @@ def grow(
         horizon, shared = horizons[dtype], {"scheduler": scheduler, "clip": clip, "device": device}
         own = make_arm("reference", dtype, reference, optimizer, horizon, **shared)
         own.against = wider
-        if own.precision in (FLOAT64, FLOAT32):
+        if not own.precision.in_16_bits:
             wider = own
         others = []
         if candidate is not None and (dtype != "float64" or float64_candidate):

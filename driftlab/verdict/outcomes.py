@@ -8,6 +8,7 @@ from statistics import fmean, median, stdev
 
 from driftlab.probes.probe import Probe
 from driftlab.record.seed_record import SeedRecord
+from driftlab.verdict.in_16_bits import precisions_in_16_bits
 from driftlab.verdict.statistics import equal_means, mcnemar_exact
 from driftlab.words import Evidence, Verdict
 
@@ -130,10 +131,11 @@ def accuracy_evidence(records: Sequence[SeedRecord], role: str) -> list[Evidence
     arm = f"{role}.float32"
     last = [r for record in records if (r := _last_evaluation(record, arm))]
     found = [_equal_accuracy(last, arm), _disagreement(last, arm)]
-    for other in (a for a in records[0].arms if a.startswith("reference.") and "float" not in a):
+    for dtype in precisions_in_16_bits(records[0], "reference"):
+        other = f"reference.{dtype}"
         last = [r for record in records if (r := _last_evaluation(record, other))]
         equal = _equal_accuracy(last, other)
-        found.append(equal and replace(equal, probe=f"{other.partition('.')[2]}_accuracy"))
+        found.append(equal and replace(equal, probe=f"{dtype}_accuracy"))
     return [e for e in found if e]
 
 
