@@ -180,7 +180,15 @@ function heights({ anchors, zero }, high, low) {
     for (let n = Math.ceil(least / step); n * step <= greatest; n++) found.push(n * step);
   }
   if (zero !== null && least <= zero * 1.01) found.unshift(zero);
-  return found.map((v) => [v === zero ? "0" : String(Number(v.toPrecision(6))), height(v)]);
+  return found.map((v) => [v === zero ? "0" : written(v), height(v)]);
+}
+
+// In few letters: 0.25, 10⁻⁹, 1.5e5.
+function written(value) {
+  const exact = Number(value.toPrecision(6));
+  if (exact === 0 || (Math.abs(exact) >= 1e-2 && Math.abs(exact) < 1e4)) return String(exact);
+  const [digits, power] = exact.toExponential().split("e").map(Number);
+  return digits === 1 ? "10" + [...String(power)].map((c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]).join("") : `${digits}e${power}`;
 }
 
 // With a mouse or a pen; a finger scrolls the page, and reads.

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omegaconf import DictConfig
+
 from driftlab.record import differing
 from driftlab.report.tables import notable, outcomes
 from suite.command import jobs
@@ -44,7 +46,7 @@ def end(experiment: Experiment, seeds: Sequence[int], question: Question | None 
             raise Unfinished(f"{folder} no longer holds {which}, finished before: the same command goes on")
         judged = replace(judge(folder, settings, experiment.digest, records, question), ran_here=True)
         _show(judged, write(judged), terminal)
-        log_verdict(settings, experiment.digest, folder, judged.answer)
+        _log(judged, settings, terminal)
     return jobs.Ran(str(folder), str(judged.judgement.verdict))
 
 
@@ -73,7 +75,7 @@ def _judged(folder: Path, terminal: Terminal) -> Judged | None:
             judged = judge_again(folder, terminal.say, ran_here=True)
             if judged is None:
                 raise Unfinished(f"{folder} no longer holds a finished seed: the same command goes on")
-            log_verdict(settings, judged.digest, folder, judged.answer)
+            _log(judged, settings, terminal)
     except ConfigurationError as error:
         jobs.refuse(str(error))
         return None
@@ -83,6 +85,12 @@ def _judged(folder: Path, terminal: Terminal) -> Judged | None:
     listed = judged.judgement.verdict in list(judged.settings.fail_on)
     jobs.collect([jobs.Ended(folder=str(folder), listed=listed)])
     return judged
+
+
+def _log(judged: Judged, settings: DictConfig, terminal: Terminal) -> None:
+    """The verdict with the chosen logger, and where its runs lie."""
+    for name, where in log_verdict(settings, judged.digest, judged.folder, judged.answer).items():
+        terminal.file(name, where)
 
 
 def _pages(judged: Judged) -> dict[str, str]:

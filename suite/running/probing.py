@@ -68,7 +68,11 @@ def _before(experiment: Experiment, built: Built, home: Path, start: int) -> dic
             return record
     batch = built.batches.batch(0)
     few = fewer_samples(batch, experiment.settings.probe_images)
-    found, examination = before_training(built.pair, few or batch)
+
+    def asking(probe: str, place: int, of: int) -> None:
+        experiment.terminal.doing(f"{home.name.replace('=', ' ')}  probe {place} of {of}: {probe}")
+
+    found, examination = before_training(built.pair, few or batch, asking)
     record = {
         "probes": [f.as_dict() for f in found.findings],
         "float64": found.float64,

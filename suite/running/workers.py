@@ -161,6 +161,9 @@ class Told:
     def say(self, text: str) -> None:
         tell("say", text)
 
+    def doing(self, text: str) -> None:
+        tell("doing", text)
+
     def step(self, seed: int, step: int, row: Mapping[str, float]) -> None:
         if (now := time.monotonic()) - self._last_step >= SECONDS_BETWEEN_STEPS:
             self._last_step = now

@@ -73,6 +73,11 @@ class Terminal:
             yield
         self._progress = None
 
+    def doing(self, text: str) -> None:
+        """What goes on before the first step, beside the bar; nothing where there is none."""
+        if self._progress is not None:
+            self._progress.update(self._task, description=escape(text))
+
     def step(self, seed: int, step: int, row: Mapping[str, float]) -> None:
         """Show the newest row, at most ten times a second: the bar must not cost what it shows."""
         self._came[seed] = step

@@ -67,8 +67,12 @@ class MetricsLogger:
             self._run.finish(record)
 
 
-def log_verdict(settings: DictConfig, digest: str, folder: Path, answer: Answer | None = None) -> None:
+def log_verdict(
+    settings: DictConfig, digest: str, folder: Path, answer: Answer | None = None
+) -> dict[str, str]:
     """Leave the verdict over all finished seeds with the chosen logger, in place of an earlier one.
+
+    Returns what the user should know of where the runs lie: name -> path, address or command.
 
     Args:
         folder: the experiment's, with ``verdict.json``, ``report.html`` and, where there are, ``figures/``.
@@ -79,4 +83,5 @@ def log_verdict(settings: DictConfig, digest: str, folder: Path, answer: Answer 
     """
     if settings.logger.name in ("wandb", "tensorboard"):
         verdict = read_json(folder / "verdict.json")
-        _library(settings.logger.name).log_verdict(settings, digest, folder, verdict, answer)
+        return _library(settings.logger.name).log_verdict(settings, digest, folder, verdict, answer)
+    return {}

@@ -53,7 +53,7 @@ SEEDS = {"tensorboard": TensorBoardSeed, "csv": CsvSeed}
 
 def log_verdict(
     settings: DictConfig, digest: str, folder: Path, verdict: Mapping, answer: Answer | None
-) -> None:
+) -> dict[str, str]:
     """The verdict as an event file of its own: summary and tables as text, figures as images."""
     from matplotlib.image import imread
 
@@ -66,6 +66,7 @@ def log_verdict(
     for name, (file, _) in figures(folder, answer).items():
         writer.add_image(name, imread(file), dataformats="HWC")
     _finish(logger)
+    return {}
 
 
 def _tensorboard(home: Path):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping
@@ -58,8 +59,11 @@ SEEDS = {"wandb": SeedRun}
 
 def log_verdict(
     settings: DictConfig, digest: str, folder: Path, verdict: Mapping, answer: Answer | None
-) -> None:
-    """The verdict as a run of its own: summary, tables, figures; the report as a page and as an artifact."""
+) -> dict[str, str]:
+    """The verdict as a run of its own: summary, tables, figures; the report as a page and as an artifact.
+
+    Returns where this run and those of the seeds lie, and how to sync them where they are offline.
+    """
     import wandb
 
     run = _start(
@@ -80,6 +84,16 @@ def log_verdict(
     run.log_artifact(_report(run, digest, folder, verdict))
     run.summary.update(verdict_summary(verdict, settings.expected))
     _finish(run)
+    return _where(run, folder)
+
+
+def _where(run, folder: Path) -> dict[str, str]:
+    if run.url:
+        return {"W&B": run.url}
+    if not run.offline:
+        return {}  # WANDB_MODE=disabled
+    runs = f"{shlex.quote(str(folder))}/*/wandb/offline-run-*"
+    return {"W&B": f"offline, {runs}", "to sync": f"wandb sync {runs}"}
 
 
 def _group(settings: DictConfig, digest: str) -> str:

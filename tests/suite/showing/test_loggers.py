@@ -1,6 +1,8 @@
 """What the loggers hold of given rows, verdicts and answers, read back with their own readers."""
 
+import glob
 import json
+import shlex
 import subprocess
 import sys
 
@@ -118,8 +120,12 @@ def test_numbers_that_are_none_are_left_out(tmp_path, offline):
 @pytest.mark.service
 def test_a_verdict_again_takes_the_place_of_the_first_and_shows_tables_and_figures(experiment, offline):
     for _ in range(2):
-        log_verdict(settings("wandb"), "abc", experiment, ANSWER)
+        where = log_verdict(settings("wandb"), "abc", experiment, ANSWER)
     (file,) = experiment.rglob("*.wandb")
+    assert where["W&B"].startswith("offline, ")
+    *command, runs = shlex.split(where["to sync"])
+    assert command == ["wandb", "sync"]
+    assert glob.glob(runs) == [str(file.parent)]
     entries = records_of(file)
     told = summary(entries)
     assert (told["where"]["module"], told["where"]["pass"]) == ("layer1.conv", "input gradient")

@@ -76,3 +76,12 @@ def test_colours_are_left_out_where_none_are_wanted(monkeypatch):
 
 def test_a_log_holds_no_control_characters():
     assert "\x1b" not in shown(80, force_terminal=False)
+
+
+def test_the_bar_says_which_probe_is_asked_and_a_log_file_does_not():
+    for is_terminal in (True, False):
+        file = io.StringIO()
+        terminal = Terminal(Console(file=file, width=120, force_terminal=is_terminal))
+        with terminal.progress([0], 3):
+            terminal.doing("seed 0  probe 2 of 9: [function]")
+        assert ("probe 2 of 9: [function]" in file.getvalue()) == is_terminal
