@@ -52,6 +52,7 @@ CASES = {
     "default arms, every step logged": ["log_schedule.dense=1000000"],
     "float32 arms alone, default thinning": ["dtypes=[float32]"],
     "float32 arms alone, every step logged": ["dtypes=[float32]", "log_schedule.dense=1000000"],
+    "bf16-mixed arms added": ["dtypes=[float32,float64,bf16-mixed]"],
 }
 
 

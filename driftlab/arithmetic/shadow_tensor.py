@@ -8,7 +8,6 @@ from enum import Flag, auto
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.draws import DRAWING, drawn
 from driftlab.arithmetic.shadow_rules import (
@@ -91,6 +90,23 @@ class Bits(Tensor):
         return run_operation(func, args, kwargs or {})
 
 
+def mapped(change: Callable, values: object):
+    """``values`` with each leaf changed. Of lists, tuples and dicts alone, which is what operations take and
+    give: torch's own tree_map takes most of the time of an operation on a small tensor.
+    """
+    if isinstance(values, list | tuple):
+        return type(values)([mapped(change, value) for value in values])
+    if isinstance(values, dict):
+        return {key: mapped(change, value) for key, value in values.items()}
+    return change(values)
+
+
+def _leaves(*values: object) -> list:
+    found: list = []
+    mapped(found.append, values)
+    return found
+
+
 def run_operation(func, args: tuple, kwargs: dict):
     """One operation of torch, on what shadows hold; its floating results are shadows."""
     if func in ROUND_IN_PLACE and isinstance(args[0], Shadow):
@@ -99,28 +115,29 @@ def run_operation(func, args: tuple, kwargs: dict):
         return _rounded(func, args)
     if func is _aten.view.dtype and isinstance(args[0], Shadow | Bits):
         return _reinterpreted(args[0], args[1])
-    leaves, spec = pytree.tree_flatten((args, kwargs))
+    leaves = _leaves(args, kwargs)
     if any(isinstance(leaf, Bits) for leaf in leaves):
-        return _on_bits(func, leaves, spec)
+        return _on_bits(func, leaves, args, kwargs)
     if is_view(func) and not any(isinstance(leaf, Shadow) for leaf in leaves):
         return func(*args, **kwargs)  # of a plain tensor: what is written through it must arrive there
     if Native.TABLES in Shadow.native and _of_constants(func, leaves):
-        return _natively(func, leaves, spec)
+        return _natively(func, args, kwargs)
     said = _said(leaves)
-    inner = [_inner(leaf) for leaf in leaves]
+    inner, named = mapped(_inner, (args, kwargs))
     if Native.NUMBERS in Shadow.native and said is torch.float32:
-        inner = [_in_float32(i) if isinstance(i, float) else i for i in inner]
+        inner, named = mapped(_in_float32, (inner, named))
     # float64 draws other random numbers than the code's own dtype
-    out = drawn(func, *_rebuilt(inner, spec), said) if func in DRAWING else _computed(func, inner, spec)
+    out = drawn(func, inner, named, said) if func in DRAWING else _computed(func, inner, named)
     if func is _aten._to_copy.default and isinstance(args[0], Shadow):
         # a cast that changes the name only must still be a tensor of its own
         out = out.clone() if out is args[0].held else out
     if torch.Tag.inplace_view in func.tags:
         with torch._C._DisableTorchDispatch():
             func(*args, **kwargs)  # the shadow's own shape, beside that of what it holds
-    _written_back(func, leaves, inner, spec)
-    known = {id(i): leaf for i, leaf in zip(inner, leaves, strict=True) if isinstance(leaf, Shadow)}
-    return pytree.tree_map_only(Tensor, lambda t: _named(t, known, said), out)
+    if func._schema.is_mutable:
+        _written_back(func, (args, kwargs), (inner, named))
+    known = {id(leaf.held): leaf for leaf in leaves if isinstance(leaf, Shadow)}
+    return mapped(lambda t: _named(t, known, said) if isinstance(t, Tensor) else t, out)
 
 
 def _of_constants(func, leaves: list) -> bool:
@@ -146,32 +163,28 @@ def _no_longer_constant(func, leaves: list) -> None:
             leaf.constant = False
 
 
-def _natively(func, leaves: list, spec):
-    own = [leaf.held.to(leaf.dtype) if isinstance(leaf, Shadow) else leaf for leaf in leaves]
-    args, kwargs = _rebuilt(own, spec)
+def _natively(func, args: tuple, kwargs: dict):
+    def own(leaf: object) -> object:
+        return leaf.held.to(leaf.dtype) if isinstance(leaf, Shadow) else leaf
 
-    def constant(tensor: Tensor) -> Tensor:
-        if tensor.dtype not in HALVES:
-            return tensor
-        made = Shadow(tensor.to(torch.float64), tensor.dtype)
+    def constant(value: object) -> object:
+        if not isinstance(value, Tensor) or value.dtype not in HALVES:
+            return value
+        made = Shadow(value.to(torch.float64), value.dtype)
         made.constant = True
         return made
 
-    return pytree.tree_map_only(Tensor, constant, func(*args, **kwargs))
+    args, kwargs = mapped(own, (args, kwargs))
+    return mapped(constant, func(*args, **kwargs))
 
 
-def _computed(func, inner: list, spec):
-    args, kwargs = _rebuilt(inner, spec)
+def _computed(func, args: tuple, kwargs: dict):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # what integers, and numbers written down, become
     try:
         return EXACT.get(func, func)(*args, **kwargs)
     finally:
         torch.set_default_dtype(before)
-
-
-def _rebuilt(leaves: list, spec) -> tuple:
-    return pytree.tree_unflatten(leaves, spec)
 
 
 def _inner(leaf: object) -> object:
@@ -185,8 +198,10 @@ def _inner(leaf: object) -> object:
     return leaf
 
 
-def _in_float32(number: float) -> float:
+def _in_float32(number: object) -> object:
     """As float32 stores it; but not one that would be gone in 0 or 1, which nobody writes down."""
+    if not isinstance(number, float):
+        return number
     try:
         stored = struct.unpack("f", struct.pack("f", number))[0]
     except OverflowError:
@@ -194,12 +209,10 @@ def _in_float32(number: float) -> float:
     return number if stored in (0.0, 1.0, -1.0) else stored
 
 
-def _written_back(func, leaves: list, inner: list, spec) -> None:
+def _written_back(func, given: tuple[tuple, dict], taken: tuple[tuple, dict]) -> None:
     """A plain tensor that an operation changes in place was replaced by a wider one: give it the values."""
-    if not func._schema.is_mutable:
-        return
-    args, kwargs = _rebuilt(leaves, spec)
-    wide, wide_kwargs = _rebuilt(inner, spec)
+    args, kwargs = given
+    wide, wide_kwargs = taken
     for number, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -271,10 +284,9 @@ def _reinterpreted(tensor: Shadow | Bits, dtype: torch.dtype) -> Tensor:
     return Bits(tensor.held.to(tensor.dtype).view(dtype), tensor)
 
 
-def _on_bits(func, leaves: list, spec):
+def _on_bits(func, leaves: list, args: tuple, kwargs: dict):
     source = next(leaf.source for leaf in leaves if isinstance(leaf, Bits))
-    plain = [leaf.bits if isinstance(leaf, Bits) else leaf for leaf in leaves]
-    args, kwargs = _rebuilt(plain, spec)
+    args, kwargs = mapped(lambda leaf: leaf.bits if isinstance(leaf, Bits) else leaf, (args, kwargs))
     out = func(*args, **kwargs)
     if isinstance(out, Tensor) and func._opname in BITWISE and out.shape == source.shape:
         return Bits(out, source)
