@@ -109,17 +109,17 @@ def process_settled(settings: DictConfig, say: Callable[[str], None]) -> Iterato
 
 # <malloc.h>: which of its settings mallopt sets
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# Bytes. Kept without such a bound, memory fell to pieces: at width 64 and batch 128 a process that needs 6 GB grew
-# beyond 20 (float64 activations of 67 MB); at width 32 (6 arms, 3 steps) 9.7 GB, with the bound 4.9, without
-# keeping any 4.1, at the same speed.
+# Bytes. Kept without such a bound, memory fell to pieces: at width 64 and batch 128 a process that needs 6 GB
+# grew beyond 20 (float64 activations of 67 MB); at width 32 (6 arms, 3 steps) 9.7 GB, with the bound 4.9,
+# without keeping any 4.1, at the same speed.
 _FRESH_FROM = 64 * 2**20
 
 
 def _keep_memory() -> None:
     """Let this process keep the memory that it gives back, for its next tensor; where this is glibc.
 
-    Else each tensor of some size is fresh pages that the kernel fills with zeros first: 13 to 17 % of a step at
-    ``small`` (2 pairs of 25 steps on one thread). What is computed does not depend on it.
+    Else each tensor of some size is fresh pages that the kernel fills with zeros first: 13 to 17 % of a step
+    at ``small`` (2 pairs of 25 steps on one thread). What is computed does not depend on it.
     """
     with suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
