@@ -13,19 +13,22 @@ import wandb_workspaces.reports.v2 as wr
 import wandb_workspaces.workspaces as ws
 from wandb_workspaces import expr
 
+from driftlab.lockstep.arm import TRAINED_IN
 from driftlab.measures import Measure, by_section
 from driftlab.measures.measure import DRIFT, Scale
 from driftlab.measures.weight_distance import MEASURE as WEIGHT_DISTANCE
 
 TITLE = "driftlab: round-off, unstable training, or a bug in the rewrite?"
 
+# float64 stands behind the others, of which W&B shows those that a run has.
+_NARROWER = [precision for precision in TRAINED_IN if precision != "float64"]
 # What a distance is measured on, or anything else between two arms; against which, the names say.
 DRIFTING = (
-    *("candidate.float32", "control.float32", "candidate.float64", "control.float64"),
-    "reference.float32",
+    *(f"{role}.{p}" for p in (*_NARROWER, "float64") for role in ("candidate", "control")),
+    *(f"reference.{p}" for p in _NARROWER),
 )
 # What of the others tells most.
-NARROW = ("reference.float32", "candidate.float32", "control.float32")
+NARROW = tuple(f"{role}.{p}" for p in _NARROWER for role in ("reference", "candidate", "control"))
 
 # What a seed tells of its local windows, at the step where each begins.
 LOCAL = (
@@ -141,7 +144,7 @@ def _sections() -> Iterator[tuple[str, list[wr.LinePlot]]]:
 
 def _arms(measure: Measure) -> Iterable[str]:
     if measure.dtype:
-        return [f"{arm.partition('.')[0]}.{measure.dtype}" for arm in NARROW]
+        return [arm for arm in NARROW if arm.endswith(f".{measure.dtype}")]
     return DRIFTING if measure.compared else NARROW
 
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from driftlab.record.seed_record import SeedRecord
 from driftlab.report.sections import Shown
 from driftlab.report.tables import Notable
+from driftlab.rounding import UNIT_ROUND_OFF
 from driftlab.verdict.evidence import first_flip
 from driftlab.verdict.in_16_bits import precisions_in_16_bits
 from driftlab.words import Evidence, Verdict
@@ -48,7 +49,7 @@ def seeds_table(records: list[SeedRecord], few: Notable | None = None) -> Table:
     table = plain(title, gap=1)
     arms = {arm: record["against"] for arm, record in records[0].run["arms"].items()} if records else {}
     narrow = [a for a in arms if a.endswith("float32")]
-    drifting = [a for a, against in arms.items() if against and "float" in a]
+    drifting = [a for a, against in arms.items() if against and a.partition(".")[2] in UNIT_ROUND_OFF]
     table.add_column("seed", justify="right")
     for kind, names in (("loss", narrow), ("drift", drifting)):
         for arm in names:

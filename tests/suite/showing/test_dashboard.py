@@ -71,6 +71,14 @@ def test_distances_are_drawn_on_a_logarithmic_axis_with_the_controls_and_float64
     assert arms >= {"candidate.float64", "control.float32", "control.float64"}
 
 
+def test_arms_in_16_bits_are_drawn_where_a_run_has_them(specs):
+    drawn = charts(p for panels in of_workspace(specs).values() for p in panels).values()
+    for kind, beside in (("weight_distance", "reference.float32"), ("loss", "reference.bf16-mixed")):
+        (chart,) = (c for c in drawn if f"{kind}/candidate.float32" in c["metrics"])
+        wanted = [beside, "candidate.bf16-mixed", "control.16-mixed", "reference.bf16-true"]
+        assert {f"{kind}/{arm}" for arm in wanted} <= set(chart["metrics"])
+
+
 def test_seeds_become_the_median_and_range_of_their_experiment(specs):
     for chart in charts(p for panels in of_workspace(specs).values() for p in panels).values():
         assert (chart["groupBy"], chart["groupAgg"], chart["groupArea"]) == (
