@@ -15,6 +15,7 @@ from suite.command.idle import say_beyond
 from suite.command.jobs import Ran
 from suite.command.leftovers import no_empty_folder
 from suite.command.machine import process_settled
+from suite.command.naming import title
 from suite.command.schema import Training as Settings
 from suite.command.seeds import parse_seeds
 from suite.command.written import written
@@ -111,7 +112,7 @@ def _planned(
         settings.workers = 1
     duration = forecast(settings, sketch, starts, workers=settings.workers)
     lines = training_plan(experiment, seeds, todo, sketch, duration)
-    experiment.terminal.plan(f"{settings.name} {experiment.digest}", lines, in_full=not in_sweep())
+    experiment.terminal.plan(f"{title(settings)}  {experiment.digest}", lines, in_full=not in_sweep())
     return experiment
 
 

@@ -15,6 +15,7 @@ from suite.command.command_line import given, in_sweep, instead, kind, overrides
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.idle import OF_TRAININGS, say_idle
 from suite.command.machine import chosen_device, register_resolvers, seeds_at_once, threads_chosen
+from suite.command.naming import label
 from suite.command.own_targets import drop_arguments_of_others
 from suite.command.schema import Scale, ScaleName, Shared, Training, WithOwnData
 from suite.command.written import written
@@ -24,7 +25,7 @@ from suite.command.written import written
 _NOT_IDENTITY = (
     *("seed", "results", "logger", "rerun", "reprobe", "fail_on", "checkpoint_every"),
     *("keep_checkpoint", "threads", "workers"),
-    *("hypothesis", "question", "expected"),
+    *("hypothesis", "question", "expected", "label"),
 )
 AUTO = "auto"
 # Settings as they are where nobody asks: digests are as they were before there were any of these.
@@ -71,6 +72,7 @@ def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfi
     _check(values, schema)
     settings = OmegaConf.create(values)
     say_idle(config, settings, schema, say)
+    settings.label = label(settings, _NOT_IDENTITY)
     _settle(settings)
     if not trains:
         return settings

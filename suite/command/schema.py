@@ -108,6 +108,7 @@ Workers = Annotated[
 ]
 # a folder of this name is made; others beside it begin with a dot, options of commands with a dash
 Name = text(r"\w[\w-]{,99}", "must be the name of one folder: letters, digits, _ and -, at most 100 of them")
+Label = text(r"[^\W_](?=.{,119}$)[ -~]*", "must be one line of at most 120 plain letters, digits and signs")
 Folder = text(r"[^~](?s:.)*", "must be a folder: write its path, and for ~ write $HOME")
 Function = text(r"\w+(\.\w+)+", "is no function: write package.module.function")
 
@@ -156,6 +157,7 @@ class Shared(Group):
 
     scale: ScaleName
     name: Name
+    label: Label | None
     kind: str
     hypothesis: str
     question: str

@@ -15,6 +15,7 @@ from driftlab.report.compare_tables import Asked, Pair
 from driftlab.report.tables import MISSING, number
 from driftlab.words import Evidence
 from suite.command.errors import ConfigurationError, one_line
+from suite.command.naming import title
 from suite.command.seeds import format_seeds
 from suite.reading.archive import find_runs, read_judged
 from suite.showing.tables import COLOURS, plain, print_whole
@@ -59,7 +60,7 @@ def _side(label: str, folder: Path, terminal: Terminal) -> Side:
     if run is None:
         raise ConfigurationError(f"{folder} holds no finished seed: run its command first")
     asked = OmegaConf.to_container(run.settings)
-    return Side(label, run.settings.name, run.digest, asked, run.records, run.judgement)
+    return Side(label, title(run.settings), run.digest, asked, run.records, run.judgement)
 
 
 def _show(console: Console, pair: Pair) -> None:
@@ -69,17 +70,17 @@ def _show(console: Console, pair: Pair) -> None:
         if drawn.row_count:
             print_whole(console, drawn)
             console.print()
-    for title, rows in (
+    for heading, rows in (
         ("settings that differ", settings(pair)),
         ("environment that differs", environment(pair)),
     ):
-        drawn = _titled(title, ("", "A", "B"))
+        drawn = _titled(heading, ("", "A", "B"))
         for row in rows:
             drawn.add_row(*map(shown, row))
         if rows:
             print_whole(console, drawn)
         else:
-            console.print(f"[dim]{title}: none[/dim]")
+            console.print(f"[dim]{heading}: none[/dim]")
         console.print()
 
 

@@ -17,6 +17,7 @@ from driftlab.report.sections import Answer, as_csv, as_files, shown
 from driftlab.verdict.rules import judge as judge_records
 from driftlab.words import Judgement
 from suite.command.errors import ConfigurationError
+from suite.command.naming import title
 from suite.command.seeds import format_seeds
 from suite.reading.stored import as_yaml, measurements
 
@@ -97,7 +98,7 @@ def write_page(judged: Judged) -> Path:
 def _about(judged: Judged) -> dict:
     settings, records = judged.settings, judged.records
     return {
-        "experiment": settings.name,
+        "experiment": title(settings),
         "digest": judged.digest,
         "hypothesis": settings.hypothesis,
         "expected": settings.expected,

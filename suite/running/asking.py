@@ -26,6 +26,7 @@ from suite.command.errors import storage
 from suite.command.idle import say_beyond
 from suite.command.jobs import Ran
 from suite.command.machine import process_settled
+from suite.command.naming import title
 from suite.command.seeds import parse_seeds
 from suite.command.users_code import told
 from suite.data.images import Images
@@ -66,7 +67,7 @@ def _ask(settings: DictConfig, seeds: list[int], question: Question, terminal: T
     todo = [seed for seed in seeds if not is_done(experiment, seed)]
     say_outdated(experiment)
     plan = question_plan(experiment, about, seeds, todo)
-    terminal.plan(f"{settings.name} {experiment.digest}", plan, in_full=not in_sweep())
+    terminal.plan(f"{title(settings)}  {experiment.digest}", plan, in_full=not in_sweep())
     carry_out(experiment, todo, partial(_measure, question))
     return end(experiment, seeds, question)
 

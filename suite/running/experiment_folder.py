@@ -19,6 +19,7 @@ from driftlab.record.seed_record import read_json, seed_folder
 from suite.command.command_line import overrides, own_config_dir
 from suite.command.configuration import AUTO, digest, follows_auto
 from suite.command.errors import ConfigurationError, one_line, refused_by_disk, storage
+from suite.command.naming import in_a_file_name
 from suite.command.seeds import format_seeds
 from suite.data.images import Images
 from suite.reading.stored import MEASUREMENTS, as_yaml, read_checked
@@ -84,6 +85,18 @@ def begin(experiment: Experiment) -> None:
     """Leaves ``experiment.yaml``. Raises ConfigurationError, or Unfinished where there is no room."""
     with _made(experiment):
         write_whole(experiment.folder / "experiment.yaml", as_yaml(experiment.settings))
+        _label(experiment)
+
+
+def _label(experiment: Experiment) -> None:
+    """A file beside the folder whose name says what differs, so that a listing of digests can be read."""
+    folder = experiment.folder
+    named = f"{experiment.digest}.{in_a_file_name(experiment.settings.label)}"
+    for other in folder.parent.glob(f"{experiment.digest}.*"):
+        if other.name != named:
+            other.unlink(missing_ok=True)
+    if experiment.settings.label:
+        write_whole(folder.with_name(named), f"{experiment.command}\n")
 
 
 @contextmanager

@@ -49,7 +49,7 @@ LOCAL = (
 COLUMNS = (
     *("summary:verdict", "summary:headline", "summary:expected", "summary:seeds"),
     *("summary:where.module", "summary:where.pass", "summary:where.step"),
-    *("config:name.value", "config:digest.value", "config:seed.value"),
+    *("config:name.value", "config:label.value", "config:digest.value", "config:seed.value"),
     *("config:dataset.value.name", "config:dataset.value.stand_in"),
     *("config:device.value", "config:scale.value.name"),
 )
@@ -158,7 +158,7 @@ def _charts(drawn: Iterable[Measure]) -> Iterable[wr.LinePlot]:
             log_y=measure.logarithmic,
             title_x="step (updates)",
             title_y=measure.label,
-            groupby=wr.Config("digest"),
+            groupby=wr.Config("run"),
             groupby_aggfunc="median",
             groupby_rangefunc="minmax",
             smoothing_factor=0,

@@ -20,6 +20,7 @@ from driftlab.rounding import UNIT_ROUND_OFF
 from driftlab.verdict.evidence import first_flip
 from driftlab.verdict.in_16_bits import precisions_in_16_bits
 from driftlab.words import Evidence, Verdict
+from suite.command.naming import title
 from suite.command.seeds import format_seeds
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def runs_table(runs: Iterable[Judged], unfinished: Iterable[Path] = ()) -> Table
     drawn.add_column("headline", ratio=1)
     for run in runs:
         word = f"[{COLOURS[run.judgement.verdict]}]{run.judgement.verdict}[/]"
-        name, digest = printable(run.settings.name), printable(run.digest)
+        name, digest = printable(title(run.settings)), printable(run.digest)
         seeds = format_seeds(run.seeds) + (f", {run.unfinished} unfinished" if run.unfinished else "")
         drawn.add_row(name, digest, seeds, word, printable(run.judgement.headline))
     for folder in unfinished:

@@ -8,6 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from driftlab.report.sections import Answer, Table
+from suite.command.naming import title
 
 EVIDENCE = {
     "probe": "probe",
@@ -32,7 +33,7 @@ def searchable(settings: DictConfig, digest: str) -> dict:
     for key in ("results", "logger", "rerun"):
         config.pop(key)
     config.get("data", {}).pop("root", None)
-    return _without_home(config) | {"digest": digest}
+    return _without_home(config) | {"digest": digest, "run": f"{title(settings)} ({digest})"}
 
 
 def _without_home(value: object) -> object:

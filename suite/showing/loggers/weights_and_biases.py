@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 from driftlab.report.sections import Answer, Table
 from suite.command.errors import ConfigurationError, one_line
+from suite.command.naming import title
 from suite.showing.loggers.contents import figures, searchable, seed_summary, tables, verdict_summary
 
 # Of a finished seed or verdict, into the searchable config: what it was computed on.
@@ -35,7 +36,7 @@ class SeedRun:
             home,
             resume=None if settings.rerun else "allow",
             id=f"{digest}-{seed}",
-            name=f"{settings.name} seed={seed}",
+            name=f"{title(settings)} seed={seed}",
             group=_group(settings, digest),
             job_type="seed",
             config=searchable(settings, digest) | {"seed": seed},
@@ -71,7 +72,7 @@ def log_verdict(
         folder / "verdict",
         resume=None,
         id=f"{digest}-verdict",
-        name=f"{settings.name} verdict",
+        name=f"{title(settings)} verdict",
         group=_group(settings, digest),
         job_type="verdict",
         config=searchable(settings, digest) | {key: verdict[key] for key in ("seeds", *_RECORDED)},

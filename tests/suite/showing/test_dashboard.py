@@ -82,7 +82,7 @@ def test_arms_in_16_bits_are_drawn_where_a_run_has_them(specs):
 def test_seeds_become_the_median_and_range_of_their_experiment(specs):
     for chart in charts(p for panels in of_workspace(specs).values() for p in panels).values():
         assert (chart["groupBy"], chart["groupAgg"], chart["groupArea"]) == (
-            "digest.value",
+            "run.value",
             "median",
             "minmax",
         )
