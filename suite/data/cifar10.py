@@ -1,36 +1,20 @@
 """CIFAR-10, from the cache, from torchvision's files, or from outside; verified to the byte every time."""
 
-import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 
+from suite.data.cache import default_root, expanded, locked, written_whole
 from suite.data.cifar10_fetch import fetch
 from suite.data.cifar10_official import CLASSES, FINGERPRINT, TRAIN_IMAGES, verify
 from suite.data.cifar10_sources import TORCHVISION_FOLDER, read_torchvision
 from suite.data.images import DataError, Images, UnobtainableError
 
+__all__ = ["CACHE", "TIME_LIMIT_S", "default_root", "load"]
+
 CACHE = "cifar10.safetensors"
 TIME_LIMIT_S = 300.0
-
-
-def default_root() -> Path:
-    """The folder for data: ``DRIFTLAB_DATA``, else ``XDG_CACHE_HOME/driftlab``, else ``~/.cache/driftlab``.
-
-    Raises ``DataError`` where there is no home folder to put it in.
-    """
-    if chosen := os.environ.get("DRIFTLAB_DATA"):
-        return _expand(chosen)
-    return _expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "driftlab"
-
-
-def _expand(path: str | Path) -> Path:
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise DataError(f"{path}: there is no such home folder; name one by DRIFTLAB_DATA=…") from error
 
 
 def load(root: str | Path, time_limit_s: float = TIME_LIMIT_S, say: Callable[[str], None] = print) -> Images:
@@ -41,7 +25,7 @@ def load(root: str | Path, time_limit_s: float = TIME_LIMIT_S, say: Callable[[st
     is damaged (it is neither used nor replaced), and ``UnobtainableError``, a ``DataError`` too, when nothing
     is on disk and no source delivers within ``time_limit_s`` seconds, or ``root`` cannot be written.
     """
-    root = _expand(root)
+    root = expanded(root)
     if not 0 < time_limit_s <= 86_400:
         raise DataError(f"time limit of {time_limit_s:g} s for fetching: give more than 0 and at most 86400")
     try:
@@ -82,7 +66,7 @@ def _read_cache(cache: Path) -> Images:
 
 def _fetched(root: Path, time_limit_s: float, say: Callable[[str], None]) -> Images:
     root.mkdir(parents=True, exist_ok=True)
-    with _locked(root / f"{CACHE}.lock", time_limit_s, say):
+    with locked("CIFAR-10", root / f"{CACHE}.lock", time_limit_s, say):
         if present := _on_disk(root):
             return present
         say(f"CIFAR-10 is not in {root}: fetching it (about 150 MB, at most {time_limit_s:g} s)")
@@ -95,36 +79,10 @@ def _fetched(root: Path, time_limit_s: float, say: Callable[[str], None]) -> Ima
     return _images(pixels, labels, source)
 
 
-def _locked(file: Path, time_limit_s: float, say: Callable[[str], None]) -> AbstractContextManager:
-    """The lock on this file, held, after waiting for whoever fetches under it."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(file)
-    try:
-        return lock.acquire(timeout=0)
-    except Timeout:
-        say(f"another process is fetching CIFAR-10 into {file.parent}: waiting for it")
-    try:
-        # The other may need its whole time limit, and then some time to write.
-        return lock.acquire(timeout=time_limit_s + 60)
-    except Timeout as error:
-        reason = f"another process has been fetching it for over {time_limit_s:g} s"
-        raise UnobtainableError(f"CIFAR-10 in {file.parent}: {reason}; end that process", reason) from error
-
-
 def _write_cache(cache: Path, pixels: np.ndarray, labels: np.ndarray) -> None:
-    """Write the cache whole or not at all; only under the lock, for all writers use one temporary name."""
     from safetensors.numpy import save
 
-    part = cache.with_name(f".{cache.name}.part")
-    try:
-        with part.open("wb") as stream:
-            stream.write(save({"images": pixels, "labels": labels}))
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(part, cache)
-    finally:
-        part.unlink(missing_ok=True)
+    written_whole(cache, save({"images": pixels, "labels": labels}))
 
 
 def _images(pixels: np.ndarray, labels: np.ndarray, source: str) -> Images:

