@@ -5,7 +5,6 @@ Two runs of one experiment differ in their digests, which say nothing to a reade
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from omegaconf import DictConfig
@@ -43,8 +42,3 @@ def _word(name: str, override: str) -> str:
 def title(settings: DictConfig) -> str:
     """The experiment with its label; of one that was stored before there were labels, its name."""
     return " ".join(filter(None, (settings.name, settings.get("label"))))
-
-
-def in_a_file_name(name: str) -> str:
-    """``name`` with nothing in it that a shell or a disk reads as something else."""
-    return re.sub(r"[^\w=.,+-]+", ",", re.sub(r"""[][{}'"]""", "", name)).strip(",")

@@ -48,8 +48,8 @@ def find_runs(given: Sequence[str]) -> list[Path]:
 def _below(folder: Path) -> list[Path]:
     """Those in a folder; an experiment's own folder is not searched any further."""
     runs = []
-    if folder.is_file():  # that with its label, beside it
-        folder = folder.with_name(folder.name.partition(".")[0])
+    if folder.suffix == ".txt":  # the list of them, beside their folder
+        folder = folder.with_suffix("")
     for place, folders, files in os.walk(folder):
         folders.sort()
         if SETTINGS in files:

@@ -19,7 +19,6 @@ from driftlab.record.seed_record import read_json, seed_folder
 from suite.command.command_line import overrides, own_config_dir
 from suite.command.configuration import AUTO, digest, follows_auto
 from suite.command.errors import ConfigurationError, one_line, refused_by_disk, storage
-from suite.command.naming import in_a_file_name
 from suite.command.seeds import format_seeds
 from suite.data.images import Images
 from suite.reading.stored import MEASUREMENTS, as_yaml, read_checked
@@ -85,18 +84,17 @@ def begin(experiment: Experiment) -> None:
     """Leaves ``experiment.yaml``. Raises ConfigurationError, or Unfinished where there is no room."""
     with _made(experiment):
         write_whole(experiment.folder / "experiment.yaml", as_yaml(experiment.settings))
-        _label(experiment)
+        _list(experiment)
 
 
-def _label(experiment: Experiment) -> None:
-    """A file beside the folder whose name says what differs, so that a listing of digests can be read."""
+def _list(experiment: Experiment) -> None:
+    """A line in the list beside the experiment's folder: which digest is which. One process, one write."""
     folder = experiment.folder
-    named = f"{experiment.digest}.{in_a_file_name(experiment.settings.label)}"
-    for other in folder.parent.glob(f"{experiment.digest}.*"):
-        if other.name != named:
-            other.unlink(missing_ok=True)
-    if experiment.settings.label:
-        write_whole(folder.with_name(named), f"{experiment.command}\n")
+    line = "  ".join((experiment.digest, experiment.settings.label or "as it is", experiment.command))
+    listed = folder.parent.with_name(f"{folder.parent.name}.txt")
+    if not listed.is_file() or line not in listed.read_text().splitlines():
+        with listed.open("a") as file:
+            file.write(f"{line}\n")
 
 
 @contextmanager
