@@ -1,4 +1,4 @@
-"""What was seen of an arm in one pass over a batch or the test images: all that a measure may read."""
+"""What was seen of an arm in one pass over a batch or the test set: all that a measure may read."""
 
 from __future__ import annotations
 
@@ -44,10 +44,19 @@ class Seen:
 
     @cached_property
     def classes(self) -> Tensor | None:
-        """The class predicted for each image, [N]; None where this is no classification."""
+        """The class predicted for each target, in their shape; None where this is no classification.
+
+        Of images and whole texts the scores are [N, classes]; of tokens [N, T, classes], and of pixels, as
+        torch's losses take them, [N, classes, H, W]. Where both could be meant nobody is asked.
+        """
         outputs, targets = self.outputs, self.targets
-        if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)):
+        if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or targets.is_floating_point():
             return None
-        if outputs.dim() != 2 or targets.is_floating_point() or targets.shape != outputs.shape[:1]:
-            return None
-        return outputs.argmax(1)
+        shape = tuple(outputs.shape)
+        places = {d for d in (1, len(shape) - 1) if d > 0 and shape[:d] + shape[d + 1 :] == targets.shape}
+        return outputs.argmax(places.pop()) if len(places) == 1 else None
+
+    def share(self, those: Tensor) -> Tensor:
+        """Among the targets that name a class: one below 0 is left out, as torch's losses leave out -100."""
+        told = self.targets >= 0
+        return (those & told).double().sum() / told.double().sum()

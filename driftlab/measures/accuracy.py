@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def share_right(own: Seen, against: Seen | None = None) -> Tensor | None:
-    return None if own.classes is None else (own.classes == own.targets).double().mean()
+    """Of the targets that name a class; NaN where none does."""
+    return None if own.classes is None else own.share(own.classes == own.targets)
 
 
 MEASURE = Measure(

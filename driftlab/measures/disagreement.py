@@ -1,10 +1,10 @@
-"""The share of the test images on which an arm and its against predict different classes (churn)."""
+"""The share of the test set on which an arm and its against predict different classes (churn)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from driftlab.measures.measure import TEST_IMAGES, Measure, Moment
+from driftlab.measures.measure import TEST_SET, Measure, Moment
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 def share_apart(own: Seen, against: Seen) -> Tensor | None:
     if own.classes is None or against.classes is None:
         return None
-    return (own.classes != against.classes).double().mean()
+    return own.share(own.classes != against.classes)
 
 
 MEASURE = Measure(
     name="disagreement",
     title="Disagreement",
-    unit="share of test images",
+    unit="share of the test set",
     order=20,
-    section=TEST_IMAGES,
+    section=TEST_SET,
     measure=share_apart,
     compared=True,
     moment=Moment.EVALUATION,

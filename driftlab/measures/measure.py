@@ -29,7 +29,7 @@ class Moment(Enum):
 
 
 # The sections of a dashboard, in their order, and so that of the figures on a page.
-DRIFT, TRAINING, TEST_IMAGES = SECTIONS = ("Drift", "Training", "On test images")
+DRIFT, TRAINING, TEST_SET = SECTIONS = ("Drift", "Training", "On the test set")
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
-"""The share of the test images that an arm classifies rightly."""
+"""The share of the test set that an arm classifies rightly."""
 
 from driftlab.measures.accuracy import share_right
-from driftlab.measures.measure import TEST_IMAGES, Measure, Moment
+from driftlab.measures.measure import TEST_SET, Measure, Moment
 
 MEASURE = Measure(
     name="test_accuracy",
     title="Test accuracy",
-    unit="share of test images",
+    unit="share of the test set",
     order=10,
-    section=TEST_IMAGES,
+    section=TEST_SET,
     measure=share_right,
     moment=Moment.EVALUATION,
 )

@@ -42,9 +42,9 @@ EQUAL_ACCURACY = Probe(
 )
 DISAGREEMENT = Probe(
     name="disagreement",
-    question="On how many test images do {arm} and its reference disagree, beside the control?",
+    question="On what share of the test set do {arm} and its reference disagree, beside the control?",
     reason="its threshold is the control's largest",
-    unit="share of the test images",
+    unit="share of the test set",
     sees="describes a long run; decides nothing",
 )
 
@@ -167,7 +167,7 @@ def _disagreement(rows: Sequence[Mapping[str, float]], arm: str) -> Evidence | N
     if not mine or not control or arm == "control.float32":
         return None
     reading = (
-        f"{100 * median(mine):.1f} % of the images, the control {100 * median(control):.1f} % "
+        f"{100 * median(mine):.1f} % of the test set, the control {100 * median(control):.1f} % "
         f"(medians of {len(mine)} seed{'s' * (len(mine) > 1)}; the control at most "
         f"{100 * max(control):.1f} %)"
     )

@@ -61,10 +61,10 @@ def run(config: DictConfig) -> Ran:
 
 def _run(settings: DictConfig, seeds: list[int], terminal: Terminal, few_are_fast: bool) -> Ran:
     settings = as_begun(settings, terminal.say)
-    images = load_data(settings, terminal.say)
-    say_beyond(settings, images.test_count, terminal.say)
-    built = build_sketched(on_cpu(settings), images, seeds[0])  # what cannot be built leaves no folder
-    experiment = look_up(settings, images, terminal)
+    data_set = load_data(settings, terminal.say)
+    say_beyond(settings, data_set.test_count, terminal.say)
+    built = build_sketched(on_cpu(settings), data_set, seeds[0])  # what cannot be built leaves no folder
+    experiment = look_up(settings, data_set, terminal)
     with no_empty_folder(experiment.folder):
         make_folder(experiment)
         todo = [seed for seed in seeds if not is_done(experiment, seed)]
@@ -128,4 +128,4 @@ def _sketch(experiment: Experiment, built: Built, seed: int, *, timed: bool) -> 
 
 def _timed(experiment: Experiment, seed: int) -> Sketch:
     settings = experiment.settings
-    return make_sketch(settings, build_sketched(settings, experiment.images, seed))
+    return make_sketch(settings, build_sketched(settings, experiment.data_set, seed))

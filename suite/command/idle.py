@@ -50,12 +50,12 @@ def say_idle(
         say(line)
 
 
-def say_beyond(settings: DictConfig, images: int, say: Callable[[str], None]) -> None:
-    """The same of test images, where it is known how many test images there are."""
+def say_beyond(settings: DictConfig, size: int, say: Callable[[str], None]) -> None:
+    """The same of the test set, where it is known how large that is."""
     given = written()
     for name in ("eval_images", "progress.images"):
-        if name in given and (OmegaConf.select(settings, name) or 0) > images:
-            say(f"{given[name]} does no more than {name}={images}: the data set has no more test images")
+        if name in given and (OmegaConf.select(settings, name) or 0) > size:
+            say(f"{given[name]} does no more than {name}={size}: the test set holds no more")
 
 
 def _group(name: str) -> str:

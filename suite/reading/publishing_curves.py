@@ -25,7 +25,7 @@ COLUMNS = {
     "sign_flips": "sign flips at the end (count)",
     "loss": "training loss at the end",
     "test_accuracy": "test accuracy (%)",
-    "disagreement": "disagreement (% of test images)",
+    "disagreement": "disagreement (% of the test set)",
 }
 _PERCENT = ("test_accuracy", "disagreement")
 
@@ -173,8 +173,8 @@ def _ends(rows: Mapping[str, Sequence[Mapping]]) -> str:
             apart = with_range([row["disagreement"] for row in rows[arm]])
             spread = f" +- {stdev(differences):.2f}" if len(differences) > 1 else ""
             said.append(
-                f"{arm.partition('.')[0]} {fmean(differences):+.2f}{spread} points, {apart} % of the images "
-                "classified otherwise"
+                f"{arm.partition('.')[0]} {fmean(differences):+.2f}{spread} points, {apart} % of the test "
+                "set classified otherwise"
             )
     found = [a for a in own.values() if a is not None]
     if not said:

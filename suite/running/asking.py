@@ -100,7 +100,7 @@ def _measure(question: Question, experiment: Experiment, seed: int, home: Path) 
 
     with storage(experiment.settings.results, stands), told(stands):
         take_up(experiment, seed, home)
-        measured = question.measure(experiment.settings, seed, *_given(experiment.images))
+        measured = question.measure(experiment.settings, seed, *_given(experiment.data_set))
         record = seed_record(experiment, seed, began) | _arms_and_probes(measured)
         rows = [{"epoch": 0, **row} for row in measured.record.curves]
         experiment.still_owner()

@@ -14,8 +14,8 @@ from driftlab.arithmetic.sizes import fewer_samples
 from driftlab.lockstep.loop import Lockstep
 from driftlab.network.calling import calling, each_tensor
 from driftlab.network.pair import Pair
+from suite.data import DataSet
 from suite.data.batches import Batches
-from suite.data.images import Images
 from suite.data.samples import SampleBatches, Samples
 from suite.running.networks import build_arms
 from suite.running.updates import make_loss
@@ -59,11 +59,11 @@ class Built(NamedTuple):
     pair: Pair | None
 
 
-def build(settings: DictConfig, images: Images, seed: int) -> Built:
+def build(settings: DictConfig, data_set: DataSet, seed: int) -> Built:
     seeds = own_seeds(settings, seed)
-    batches = make_batches(settings, images, seeds)
+    batches = make_batches(settings, data_set, seeds)
     few = _few_inputs(batches)
-    arms, pair = build_arms(settings, images, seeds, few)
+    arms, pair = build_arms(settings, data_set, seeds, few)
     schedule = LogSchedule(settings.log_schedule.dense, settings.log_schedule.per_decade)
     call = calling(arms[0].module, few)
     return Built(
@@ -91,10 +91,10 @@ def own_seeds(settings: DictConfig, seed: int) -> dict[str, int]:
 
 
 def make_batches(
-    settings: DictConfig, images: Images | Samples, seeds: Mapping[str, int]
+    settings: DictConfig, data_set: DataSet, seeds: Mapping[str, int]
 ) -> Batches | SampleBatches:
     by = {"batch_size": settings.batch_size, "device": torch.device(settings.device)}
     by |= {"order_seed": seeds["order"], "augmentation_seed": seeds["augmentation"]}
-    if isinstance(images, Samples):
-        return SampleBatches(images, **by)
-    return Batches(images, **by, augment=settings.augment)
+    if isinstance(data_set, Samples):
+        return SampleBatches(data_set, **by)
+    return Batches(data_set, **by, augment=settings.augment)

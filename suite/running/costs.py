@@ -13,15 +13,15 @@ from driftlab.lockstep.arm import Arm
 from driftlab.lockstep.loop import Lockstep
 from driftlab.record.environment import device_name
 from suite.command.configuration import AUTO, steps_in, with_float64_steps
-from suite.data.images import Images
+from suite.data import DataSet
 from suite.running.building import Built, LogSchedule, build
 from suite.running.recorder import is_evaluated
 
 # Seconds that a timing goes on for, so that small steps are timed many times; and after which a first call
 # tells enough by itself.
 LONG_ENOUGH, TOO_LONG = 0.2, 1.0
-# What the probes before the training take, in steps of all arms on as many images as they are given: 23 to 56
-# in four experiments (split_conv and grouped_conv, smoke and small).
+# What the probes before the training take, in steps of all arms on as many samples as they are given: 23 to
+# 56 in four experiments (split_conv and grouped_conv, smoke and small).
 PROBES = 25.0
 # Until a seed trains: lightning is imported, networks are built; a worker imports everything anew.
 START, START_OF_A_WORKER = 3.0, 5.0
@@ -34,7 +34,7 @@ class Cost:
     Attributes:
         step: a batch, forward, backward and update.
         row: what a step takes more that leaves a row.
-        evaluation: one evaluation on the test images.
+        evaluation: one evaluation on the test set.
     """
 
     step: float
@@ -61,11 +61,11 @@ class Sketch:
     probes: float = 0.0
 
 
-def build_sketched(settings: DictConfig, images: Images, seed: int) -> Built:
+def build_sketched(settings: DictConfig, data_set: DataSet, seed: int) -> Built:
     """A seed on the device of ``settings``; all steps in float64, where the number is still to be chosen."""
     if settings.float64_steps == AUTO:
         settings = with_float64_steps(settings, settings.steps)
-    return build(settings, images, seed)
+    return build(settings, data_set, seed)
 
 
 def make_sketch(settings: DictConfig, built: Built, *, timed: bool = True) -> Sketch:
@@ -119,9 +119,9 @@ def _cost(built: Built, arms: list[Arm], settings: DictConfig) -> Cost:
     plain, logged = (_steps(built, arms, every=every) for every in (False, True))
     warm_up = _seconds_of_one(plain)
     step = warm_up if warm_up > TOO_LONG else _seconds(plain)
-    images = list(built.batches.test_batches(settings.eval_images, settings.batch_size))
+    tested = list(built.batches.test_batches(settings.eval_images, settings.batch_size))
     lockstep = Lockstep(arms, built.lockstep.loss, built.lockstep.seed, call=built.lockstep.call)
-    evaluation = len(images) * _seconds(lambda: lockstep.evaluate(0, images[:1]))
+    evaluation = len(tested) * _seconds(lambda: lockstep.evaluate(0, tested[:1]))
     return Cost(step, max(_seconds(logged) - step, 0.0), evaluation)
 
 
@@ -155,8 +155,8 @@ def _seconds_of_one(call: Callable[[], object]) -> float:
 def _probes(built: Built, costs: Mapping[str, Cost], settings: DictConfig) -> float:
     if built.pair is None:
         return 0.0
-    images = min(settings.probe_images, settings.batch_size) / settings.batch_size
-    return PROBES * images * sum(cost.step for cost in costs.values())
+    share = min(settings.probe_images, settings.batch_size) / settings.batch_size
+    return PROBES * share * sum(cost.step for cost in costs.values())
 
 
 def forecast(settings: DictConfig, sketch: Sketch, starts: Sequence[int], workers: int) -> float:

@@ -20,7 +20,7 @@ from suite.command.command_line import overrides, own_config_dir
 from suite.command.configuration import AUTO, digest, follows_auto
 from suite.command.errors import ConfigurationError, one_line, refused_by_disk, storage
 from suite.command.seeds import format_seeds
-from suite.data.images import Images
+from suite.data import DataSet
 from suite.reading.stored import MEASUREMENTS, as_yaml, read_checked
 from suite.running.float64_steps import read_choice, with_choice
 from suite.running.local_choice import read_windows, with_windows
@@ -42,7 +42,7 @@ class Experiment:
     settings: DictConfig
     digest: str
     folder: Path
-    images: Images | None  # None where it trains on none
+    data_set: DataSet | None  # None where it trains on none
     command: str  # without the seeds
     terminal: Terminal
     still_owner: Callable[[], None] = lambda: None  # raises OwnershipLost; asked before a seed leaves a file
@@ -52,15 +52,15 @@ class Experiment:
     outdated: set[int] = field(default_factory=set)
 
 
-def open_experiment(settings: DictConfig, images: Images | None, terminal: Terminal) -> Experiment:
+def open_experiment(settings: DictConfig, data_set: DataSet | None, terminal: Terminal) -> Experiment:
     """Its folder, by the digest of its settings, with ``experiment.yaml`` in it."""
-    experiment = look_up(settings, images, terminal)
+    experiment = look_up(settings, data_set, terminal)
     make_folder(experiment)
     begin(experiment)
     return experiment
 
 
-def look_up(settings: DictConfig, images: Images | None, terminal: Terminal) -> Experiment:
+def look_up(settings: DictConfig, data_set: DataSet | None, terminal: Terminal) -> Experiment:
     """The experiment, as far as an earlier command left it; nothing is written."""
     name = digest(settings)
     folder = Path(settings.results) / settings.name / name
@@ -71,7 +71,7 @@ def look_up(settings: DictConfig, images: Images | None, terminal: Terminal) -> 
     if windows is not None:
         settings = with_windows(settings, windows)
     terms = {"choice": choice, "windows": windows}
-    return Experiment(settings, name, folder, images, _command(settings), terminal, **terms)
+    return Experiment(settings, name, folder, data_set, _command(settings), terminal, **terms)
 
 
 def make_folder(experiment: Experiment) -> None:

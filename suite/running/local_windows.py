@@ -171,8 +171,8 @@ def walked(
         if step == stop:
             return
         if is_evaluated(step, settings.eval_every):  # a network may keep something of an evaluation
-            images = batches.test_batches(settings.eval_images, batches.batch_size)
-            lockstep.evaluate(step, list(images))
+            tested = batches.test_batches(settings.eval_images, batches.batch_size)
+            lockstep.evaluate(step, list(tested))
         lockstep.forward_backward(step, *batches.batch(step))
         lockstep.update(step)
 

@@ -30,19 +30,19 @@ from suite.command.command_line import instead
 from suite.command.configuration import steps_in
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.users_code import let_end
-from suite.data.images import Images
+from suite.data import DataSet
 from suite.running.importing import class_count, imported, parameters
 from suite.running.updates import make_clip, make_loss, make_optimizer, make_scheduler
 
 Rewrite = Callable[[nn.Module], nn.Module]
 
 
-def build_reference(settings: DictConfig, images: Images, seed: int) -> nn.Module:
+def build_reference(settings: DictConfig, data_set: DataSet, seed: int) -> nn.Module:
     """The network in float32 on the CPU, initialised from ``seed`` whatever its arms' device and dtype."""
     name = class_count(imported("model._target_", settings.model._target_))
     try:
         with noticed("the model"):
-            model = _made(settings, seed, {name: len(images.classes)} if name and images.classes else {})
+            model = _made(settings, seed, {name: len(data_set.classes)} if name and data_set.classes else {})
     except BaseException as error:
         let_end(error)
         if is_out_of_memory(error):
@@ -123,13 +123,13 @@ def check_same_shapes(reference: nn.Module, candidate: nn.Module, inputs: object
 
 
 def build_arms(
-    settings: DictConfig, images: Images, seeds: dict[str, int], inputs: object
+    settings: DictConfig, data_set: DataSet, seeds: dict[str, int], inputs: object
 ) -> tuple[list[Arm], Pair | None]:
     """All arms of one seed on their device, and the pair that is judged, where there is a candidate.
 
     ``inputs`` are those of a float32 CPU batch to try the networks on.
     """
-    reference = build_reference(settings, images, seeds["init"])
+    reference = build_reference(settings, data_set, seeds["init"])
     pair = _rewritten(settings, reference, seeds["order"], inputs) if "candidate" in settings.roles else None
     arms = grow(
         reference,

@@ -173,7 +173,7 @@ class Replay:
     def __init__(self, experiment: Experiment, seed: int, last: int):
         settings = copy.deepcopy(experiment.settings)
         settings.roles, settings.dtypes = ["reference", "candidate"], ["float32"]
-        self._built, self.steps, self._settings = build(settings, experiment.images, seed), last, settings
+        self._built, self.steps, self._settings = build(settings, experiment.data_set, seed), last, settings
 
     def walk(self) -> Iterator[int]:
         return walked(self._built.lockstep, self._built.batches, self._settings, 0, self.steps)

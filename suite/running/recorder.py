@@ -35,7 +35,7 @@ TABLES = {"curves.csv": CURVES, "evaluations.csv": EVALUATIONS}
 
 
 def is_evaluated(step: int, every: int) -> bool:
-    """Whether test images are looked at before a step that ends no arm."""
+    """Whether the test set is looked at before a step that ends no arm."""
     return every > 0 and step > 0 and step % every == 0
 
 
@@ -174,5 +174,5 @@ class Recorder:
     def evaluate(self, step: int) -> None:
         """Test accuracy of the living arms; disagreement and distances from their against, in eval mode."""
         with self._spent.on("evaluations"):
-            images = list(self.batches.test_batches(self.eval_images, self.batches.batch_size))
-            self.evaluations[step] = self.lockstep.evaluate(step, images)
+            tested = list(self.batches.test_batches(self.eval_images, self.batches.batch_size))
+            self.evaluations[step] = self.lockstep.evaluate(step, tested)

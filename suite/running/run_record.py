@@ -14,7 +14,7 @@ from driftlab.process import said
 from driftlab.record.differing import elsewhere
 from driftlab.record.environment import environment, instruments
 from driftlab.record.seed_record import SCHEMA
-from suite.data.images import Images
+from suite.data import DataSet
 
 if TYPE_CHECKING:
     from suite.running.building import Built
@@ -75,7 +75,7 @@ def seed_record(experiment: Experiment, seed: int, began: Began) -> dict:
         "outcome": "finished",
         "command": experiment.command,
         "arms": {},
-        "dataset": _dataset_record(experiment.images),
+        "dataset": _dataset_record(experiment.data_set),
         "environment": environment(torch.device(settings.device)),
         "settings_changed": said(),
         "instruments": instruments(),
@@ -87,16 +87,16 @@ def seed_record(experiment: Experiment, seed: int, began: Began) -> dict:
     }
 
 
-def _dataset_record(images: Images | None) -> dict:
-    if images is None:
+def _dataset_record(data_set: DataSet | None) -> dict:
+    if data_set is None:
         return {"name": "random numbers", "sha256": None, "source": "drawn from the seed", "stand_in": False}
     return {
-        "name": images.name,
-        "sha256": images.sha256,
-        "source": images.source,
-        "stand_in": images.stand_in,
-        "train_images": images.train_count,
-        "test_images": images.test_count,
+        "name": data_set.name,
+        "sha256": data_set.sha256,
+        "source": data_set.source,
+        "stand_in": data_set.stand_in,
+        "train_images": data_set.train_count,
+        "test_images": data_set.test_count,
     }
 
 

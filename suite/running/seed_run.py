@@ -56,7 +56,7 @@ def _train(experiment: Experiment, seed: int, home: Path) -> None:
     """What the probes say, the training, another look where it needs one; ``run.json`` last of all."""
     settings, began, spent = experiment.settings, Began.now(), Spent()
     with spent.on("building"):
-        built = build(settings, experiment.images, seed)
+        built = build(settings, experiment.data_set, seed)
     logger = MetricsLogger(settings, experiment.digest, seed, home)
     recorder = _recorder(experiment, seed, home, built, logger, spent)
     finished = finished_record(home)  # then its probes alone are asked again

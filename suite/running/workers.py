@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from driftlab.blame import is_out_of_memory
 from suite.command.errors import ConfigurationError, Unfinished, exit_called
 from suite.command.machine import process_settled
-from suite.data.images import DataError, Images
+from suite.data import DataError, DataSet
 from suite.running.experiment_folder import Experiment, is_done, owned
 from suite.running.own_data import load_data
 from suite.running.pool import WorkerKilled, side_by_side, tell, visible_gpus
@@ -78,8 +78,8 @@ def in_a_worker(experiment: Experiment, call: Callable[[Experiment], Result]) ->
     Raises:
         Unfinished: it was killed.
     """
-    sent = replace(experiment, images=None, terminal=Told())
-    source = experiment.images.source if experiment.images else None
+    sent = replace(experiment, data_set=None, terminal=Told())
+    source = experiment.data_set.source if experiment.data_set else None
     gpus = visible_gpus() if experiment.settings.device == "cuda" else []
     try:
         ((_, result),) = side_by_side({0: partial(_called, sent, source, call)}, 1, gpus=gpus)
@@ -97,9 +97,9 @@ def _in_workers(
     experiment: Experiment, todo: list[int], work: Work, workers: int
 ) -> tuple[dict[int, How], str]:
     """How each seed ended; and, where fewer at a time may do better, why."""
-    images, terminal = experiment.images, experiment.terminal
-    sent = replace(experiment, images=None, terminal=Told())
-    source = images.source if images else None
+    data_set, terminal = experiment.data_set, experiment.terminal
+    sent = replace(experiment, data_set=None, terminal=Told())
+    source = data_set.source if data_set else None
     jobs = {seed: partial(_in_this_worker, sent, seed, work, source) for seed in todo}
     gpus = visible_gpus() if experiment.settings.device == "cuda" else []
     try:
@@ -124,8 +124,8 @@ def _in_this_worker(experiment: Experiment, seed: int, work: Work, source: str |
     """``work`` on the seed, unless another process is at it.
 
     Args:
-        experiment: as the parent opened it, less its images, which each worker reads for itself.
-        source: where the parent has the images from, None where the experiment trains on none.
+        experiment: as the parent opened it, less its data set, which each worker reads for itself.
+        source: where the parent has the data set from, None where the experiment trains on none.
     """
     try:
         with _settled_in(experiment, source, f"seed {seed}: ") as settled:
@@ -138,17 +138,17 @@ def _in_this_worker(experiment: Experiment, seed: int, work: Work, source: str |
 
 @contextmanager
 def _settled_in(experiment: Experiment, source: str | None, whose: str = "") -> Iterator[Experiment]:
-    """This process made ready, and the experiment with its images; ``whose`` opens what is said of it."""
+    """This process made ready, and the experiment with its data set; ``whose`` opens what is said of it."""
     settings = experiment.settings
     with process_settled(settings, lambda line: experiment.terminal.say(f"{whose}{line}")):
         if source is not None:
-            images = _images(OmegaConf.to_yaml(settings.data))
-            experiment = replace(experiment, images=replace(images, source=source))
+            data_set = _own_data(OmegaConf.to_yaml(settings.data))
+            experiment = replace(experiment, data_set=replace(data_set, source=source))
         yield experiment
 
 
 @cache
-def _images(chosen: str) -> Images:
+def _own_data(chosen: str) -> DataSet:
     return load_data(OmegaConf.create({"data": OmegaConf.create(chosen)}))
 
 

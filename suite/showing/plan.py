@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from suite.command.configuration import steps_in
 from suite.command.seeds import format_seeds
-from suite.data.images import Images
+from suite.data import DataSet
 
 if TYPE_CHECKING:
     from suite.running.costs import Sketch
@@ -19,7 +19,7 @@ def training_plan(
     experiment: Experiment, seeds: list[int], todo: list[int], sketch: Sketch, duration: float
 ) -> dict[str, str]:
     """Name -> text, one line each; ``duration`` in seconds, of all that is to be done."""
-    settings, images = experiment.settings, experiment.images
+    settings, data_set = experiment.settings, experiment.data_set
     return {
         "asks": settings.hypothesis or f"is the {settings.subject} the same function as its reference?",
         "arms": ", ".join(sketch.arms),
@@ -27,7 +27,7 @@ def training_plan(
         "steps": _steps(experiment),
         "local windows": _windows(experiment),
         "network": f"{_network(settings)}, {sketch.parameters:,} parameters, {settings.device}",
-        "data": _data(images),
+        "data": _data(data_set),
         "scale": _scale(settings),
         "takes": _time(duration) if todo else "a moment",
     }
@@ -35,7 +35,7 @@ def training_plan(
 
 def question_plan(experiment: Experiment, about: str, seeds: list[int], todo: list[int]) -> dict[str, str]:
     """As ``training_plan``; ``about`` says what is measured."""
-    settings, images = experiment.settings, experiment.images
+    settings, data_set = experiment.settings, experiment.data_set
     lines = {
         "asks": settings.hypothesis,
         "measures": about,
@@ -43,12 +43,12 @@ def question_plan(experiment: Experiment, about: str, seeds: list[int], todo: li
         "device": settings.device,
         "scale": _scale(settings),
     }
-    return lines if images is None else lines | {"data": _data(images)}
+    return lines if data_set is None else lines | {"data": _data(data_set)}
 
 
-def _data(images: Images) -> str:
-    line = f"{images.name} ({images.source})"
-    return f"STAND-IN {line}: drawn shapes, not photographs" if images.stand_in else line
+def _data(data_set: DataSet) -> str:
+    line = f"{data_set.name} ({data_set.source})"
+    return f"STAND-IN {line}: drawn shapes, not photographs" if data_set.stand_in else line
 
 
 def _scale(settings: DictConfig) -> str:

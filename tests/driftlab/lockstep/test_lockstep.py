@@ -380,6 +380,53 @@ def test_two_measures_of_one_name_are_refused(tmp_path, monkeypatch):
         measures.every_measure.__wrapped__()
 
 
+@pytest.mark.parametrize("layout", ["tokens", "pixels", "scores of no class"])
+def test_classes_are_told_of_tokens_and_pixels_too(layout):
+    """Scores [N, T, classes] and [N, classes, H, W]; a target of -100 does not count."""
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(6, 5)
+
+        def forward(self, x):  # [12, 3, 6, 6]
+            scores = self.head(x)
+            return scores.movedim(-1, 1) if layout == "pixels" else scores.flatten(1, 2)
+
+    def loss(outputs, targets):
+        return F.cross_entropy(
+            outputs if layout == "pixels" else outputs.flatten(0, 1),
+            targets.flatten(0, 0 if layout == "pixels" else 1),
+        )
+
+    torch.manual_seed(0)
+    reference, candidate = Head(), Head()
+    targets = torch.randint(0, 5, (12, 3, 6) if layout == "pixels" else (12, 18))
+    targets[0] = -100
+    if layout == "scores of no class":
+        loss, targets = (lambda outputs, targets: outputs.square().mean()), torch.zeros(12, dtype=torch.long)
+    steps = Lockstep(grow(reference, candidate, optimizer=sgd, horizons={"float32": 1}), loss)
+    inputs = batch(0)[0]
+    steps.forward_backward(0, inputs, targets)
+    row = steps.evaluate(0, [(inputs, targets)])
+    steps.flush()
+    if layout == "scores of no class":
+        assert "accuracy/reference.float32" not in steps.rows[0]
+        assert "disagreement/candidate.float32" not in row
+        return
+    mine, other = (m(inputs).argmax(1 if layout == "pixels" else 2) for m in (reference, candidate))
+    right = sum(int(a == b) for a, b in zip(mine.flatten(), targets.flatten(), strict=True) if b != -100)
+    apart = sum(
+        int(a != b)
+        for a, b, t in zip(mine.flatten(), other.flatten(), targets.flatten(), strict=True)
+        if t != -100
+    )
+    counted = int((targets != -100).sum())
+    assert steps.rows[0]["accuracy/reference.float32"] == right / counted
+    assert row["test_accuracy/reference.float32"] == right / counted
+    assert row["disagreement/candidate.float32"] == apart / counted
+
+
 def test_a_measure_that_no_dashboard_would_show_is_refused():
     with pytest.raises(ValueError, match="loss: there is no section 'Elsewhere'"):
         dataclasses.replace(LOSS, section="Elsewhere")

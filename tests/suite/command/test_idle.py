@@ -119,7 +119,7 @@ def test_it_is_said_in_a_run_too(train):
     words = " ".join(done.out.split())
     assert done.status == 0
     assert "probe_images=99 does no more than probe_images=16" in words
-    assert "eval_images=99999 does no more than eval_images=2000: the data set has no more" in words
+    assert "eval_images=99999 does no more than eval_images=2000: the test set holds no more" in words
 
 
 REFUSED = {

@@ -59,7 +59,7 @@ def test_the_sentence_gives_drift_flips_accuracy_and_disagreement():
     assert "in float64, after 2 steps, candidate 2e-15 (1e-15 to 3e-15)" in text
     assert "(relative), without a sign flip." in text
     assert "reference 50 %" in text
-    assert "candidate +1.00 +- 1.00 points, 10 % of the images" in text
+    assert "candidate +1.00 +- 1.00 points, 10 % of the test set" in text
     assert "control -1.00 +- 0.00 points" in text
 
 
