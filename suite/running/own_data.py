@@ -33,7 +33,7 @@ def load_data(settings: DictConfig, say: Callable[[str], None] = lambda line: No
     chosen = settings.data
     if chosen.get("_target_") is None:
         return data.load_images(settings, say)
-    found = _own(settings)
+    found = _own(settings, say)
     chosen.sha256 = found.sha256
     return found
 
@@ -54,7 +54,7 @@ def part_argument(function: Callable, given: object) -> str | None:
     return next((name for name in PARTS if name in taken and name not in given), None)
 
 
-def _own(settings: DictConfig):
+def _own(settings: DictConfig, say: Callable[[str], None]):
     from torch.utils.data import default_collate
 
     from suite.data.samples import drawing, samples
@@ -66,7 +66,7 @@ def _own(settings: DictConfig):
         with noticed("the data set"), drawing() as seeded:
             seeded(0)  # one that is drawn is the same in every worker
             made = [_made(settings, {part: value}) for value in PARTS[part]] if part else _made(settings, {})
-            train, test, collate = _parts(made)
+            train, test, collate = _parts(made, lambda line: say(f"{target}: {line}"))
             return samples(name, train, test, collate or default_collate, f"made by {target}")
     except DataError as error:
         raise ConfigurationError(f"data._target_: {error}") from None
@@ -80,19 +80,20 @@ def _made(settings: DictConfig, more: dict) -> Any:
     return hydra.utils.instantiate(own, **more, _convert_="all")
 
 
-def _parts(made: Any) -> tuple[Any, Any, Callable | None]:
+def _parts(made: Any, say: Callable[[str], None]) -> tuple[Any, Any, Callable | None]:
     """Training set, test set and collation: of a DataModule, a pair, or one set that is still to be split."""
     if hasattr(made, "train_dataloader"):
-        return _of_module(made)
+        return _of_module(made, say)
     pair = isinstance(made, tuple | list) and len(made) == 2
     return (made[0], made[1], None) if pair else (made, None, None)
 
 
-def _of_module(module: Any) -> tuple[Any, Any, Callable]:
+def _of_module(module: Any, say: Callable[[str], None]) -> tuple[Any, Any, Callable]:
     """Training set, test set (or that of validation) and collation of a LightningDataModule."""
     module.prepare_data()
     module.setup("fit")
     train = module.train_dataloader()
+    _say_ruled_here(train, say)
     tested = "test" if _is_own(module.test_dataloader) else "val" if _is_own(module.val_dataloader) else None
     if tested is None:
         return train.dataset, None, train.collate_fn
@@ -100,6 +101,14 @@ def _of_module(module: Any) -> tuple[Any, Any, Callable]:
         module.setup("test")
     test = getattr(module, f"{tested}_dataloader")()
     return train.dataset, test.dataset, train.collate_fn
+
+
+def _say_ruled_here(loader: Any, say: Callable[[str], None]) -> None:
+    """Samples come in an order of our seeds: one line where a DataLoader has a sampler of its own."""
+    samplers = {type(getattr(loader, name, None)).__name__ for name in ("sampler", "batch_sampler")}
+    own = sorted(samplers - {"RandomSampler", "SequentialSampler", "BatchSampler", "NoneType"})
+    if own:
+        say(f"its {' and its '.join(own)} is not taken: seeds.order rules the order, batch_size the batches")
 
 
 def _is_own(method: Callable) -> bool:

@@ -1,7 +1,7 @@
 """A LightningDataModule as somebody may have one. Apart from the rest, as Lightning takes long to import."""
 
 import lightning
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, WeightedRandomSampler
 
 from tests.suite.own import Rows
 
@@ -19,3 +19,9 @@ class Module(lightning.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader:
         return DataLoader(self.parts[1])
+
+
+class Weighted(Module):
+    def train_dataloader(self) -> DataLoader:
+        sampler = WeightedRandomSampler([1.0] * self.length, self.length)
+        return DataLoader(self.parts[0], batch_size=3, sampler=sampler)

@@ -83,6 +83,14 @@ def test_what_is_no_data_set_is_one_line(name, line):
         loaded(name)
 
 
+def test_a_sampler_that_is_not_taken_is_said():
+    said = []
+    for name in ("Module", "Weighted"):
+        load_data(OmegaConf.create({"data": {"_target_": f"tests.suite.own_module.{name}"}}), said.append)
+    (line,) = said
+    assert line.startswith("tests.suite.own_module.Weighted: its WeightedRandomSampler is not taken")
+
+
 OWN = ("model._target_=tests.suite.own.OfRows", "rewrite.target=tests.suite.own.by_halves")
 
 
