@@ -129,11 +129,13 @@ class Chosen(Group):
 
 
 class Logger(Chosen):
-    uses = {"wandb": ("project", "entity")}
+    uses = {"wandb": ("project", "entity", "alerts", "patience")}
 
     name: one_of(*choices("logger"))
     project: str = None
     entity: str | None = None
+    alerts: none_twice(one_of(*Verdict, "crash")) = None
+    patience: Positive = None
 
     @model_validator(mode="after")
     def _refuse_none(self) -> Logger:

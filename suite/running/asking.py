@@ -138,7 +138,7 @@ def _arms_and_probes(measured: Measured) -> dict:
 def _log(
     experiment: Experiment, seed: int, home: Path, rows: list[Mapping[str, float]], record: Mapping
 ) -> None:
-    logger = MetricsLogger(experiment.settings, experiment.digest, seed, home)
+    logger = MetricsLogger(experiment.settings, experiment.digest, seed, home, experiment.terminal.say)
     for row in rows:
         logger.log(int(row["step"]), {k: v for k, v in row.items() if k != "step"})
     logger.finish(record)

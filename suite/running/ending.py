@@ -89,7 +89,9 @@ def _judged(folder: Path, terminal: Terminal) -> Judged | None:
 
 def _log(judged: Judged, settings: DictConfig, terminal: Terminal) -> None:
     """The verdict with the chosen logger, and where its runs lie."""
-    for name, where in log_verdict(settings, judged.digest, judged.folder, judged.answer).items():
+    for name, where in log_verdict(
+        settings, judged.digest, judged.folder, judged.answer, terminal.say
+    ).items():
         terminal.file(name, where)
 
 

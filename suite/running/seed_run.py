@@ -13,7 +13,7 @@ from driftlab.inquiry import Examined
 from driftlab.lockstep.checkpoint import checkpoint_step
 from driftlab.lockstep.loop import Lockstep
 from driftlab.record.seed_record import write_sealed
-from suite.command.errors import storage
+from suite.command.errors import one_line, storage
 from suite.command.users_code import told
 from suite.data.batches import Batches
 from suite.running.building import Built, build
@@ -57,7 +57,7 @@ def _train(experiment: Experiment, seed: int, home: Path) -> None:
     settings, began, spent = experiment.settings, Began.now(), Spent()
     with spent.on("building"):
         built = build(settings, experiment.data_set, seed)
-    logger = MetricsLogger(settings, experiment.digest, seed, home)
+    logger = MetricsLogger(settings, experiment.digest, seed, home, experiment.terminal.say)
     recorder = _recorder(experiment, seed, home, built, logger, spent)
     finished = finished_record(home)  # then its probes alone are asked again
     if finished is None:
@@ -80,8 +80,12 @@ def _train(experiment: Experiment, seed: int, home: Path) -> None:
             fit(built.lockstep, built.batches, recorder, start)
         return run_record(experiment, seed, built, began, recorder, start) | {"local": local.ended()}
 
-    with spent.on("probes"):
-        record = probed(experiment, built, home, start, training)
+    try:
+        with spent.on("probes"):
+            record = probed(experiment, built, home, start, training)
+    except Exception as error:
+        logger.crash(one_line(error))
+        raise
     if finished is None:
         record["times"]["processor_seconds"] = spent.seconds()
     experiment.still_owner()

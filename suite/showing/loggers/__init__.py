@@ -7,7 +7,7 @@ how each logger takes them; neither imports its library before it is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -40,16 +40,19 @@ class MetricsLogger:
 
     Args:
         home: the folder of this seed.
+        say: is told what the user should know, a line at a time: a server that does not take the run.
 
     Raises:
         ConfigurationError: the logger is unknown; with the first row, that it cannot be started.
     """
 
-    def __init__(self, settings: DictConfig, digest: str, seed: int, home: Path):
+    def __init__(
+        self, settings: DictConfig, digest: str, seed: int, home: Path, say: Callable[[str], None] = print
+    ):
         self._choice = settings.logger.name
         if self._choice not in CHOICES:
             raise ConfigurationError(f"logger={self._choice} is unknown: choose from {', '.join(CHOICES)}")
-        self._of = settings, digest, seed, home
+        self._of = settings, digest, seed, home, say
 
     @cached_property
     def _run(self):
@@ -66,9 +69,28 @@ class MetricsLogger:
         if self._run is not None:
             self._run.finish(record)
 
+    def crash(self, why: str) -> None:
+        """Close a run that comes to no end now; the same command goes on with it.
+
+        One without a row yet is begun where a message can be sent of it.
+        """
+        if vars(self).get("_run") is not None or self._alerts():
+            self._run.crash(why)
+
+    def _alerts(self) -> bool:
+        if self._choice != "wandb":
+            return False
+        from suite.showing.loggers.weights_and_biases import online
+
+        return online() and "crash" in self._of[0].logger.get("alerts", [])
+
 
 def log_verdict(
-    settings: DictConfig, digest: str, folder: Path, answer: Answer | None = None
+    settings: DictConfig,
+    digest: str,
+    folder: Path,
+    answer: Answer | None = None,
+    say: Callable[[str], None] = print,
 ) -> dict[str, str]:
     """Leave the verdict over all finished seeds with the chosen logger, in place of an earlier one.
 
@@ -83,5 +105,5 @@ def log_verdict(
     """
     if settings.logger.name in ("wandb", "tensorboard"):
         verdict = read_json(folder / "verdict.json")
-        return _library(settings.logger.name).log_verdict(settings, digest, folder, verdict, answer)
+        return _library(settings.logger.name).log_verdict(settings, digest, folder, verdict, answer, say)
     return {}

@@ -16,7 +16,7 @@ from suite.showing.loggers.contents import figures, searchable, seed_summary, ta
 class TensorBoardSeed:
     """One seed as an event file: scalars by the names of ``curves.csv``, settings and outcome as text."""
 
-    def __init__(self, settings: DictConfig, digest: str, seed: int, home: Path):
+    def __init__(self, settings: DictConfig, digest: str, seed: int, home: Path, _: object = None):
         self._logger = _tensorboard(home)
         self._add_text("config", searchable(settings, digest) | {"seed": seed})
 
@@ -28,6 +28,10 @@ class TensorBoardSeed:
         self._add_text("summary", seed_summary(record) | about)
         _finish(self._logger)
 
+    def crash(self, why: str) -> None:
+        self._add_text("crashed", {"why": why})
+        _finish(self._logger)
+
     def _add_text(self, tag: str, values: Mapping) -> None:
         self._logger.experiment.add_text(tag, _as_yaml(values))
 
@@ -35,7 +39,7 @@ class TensorBoardSeed:
 class CsvSeed:
     """One seed in Lightning's CSV form."""
 
-    def __init__(self, settings: DictConfig, digest: str, seed: int, home: Path):
+    def __init__(self, settings: DictConfig, digest: str, seed: int, home: Path, _: object = None):
         from lightning.pytorch.loggers import CSVLogger
 
         shutil.rmtree(home / "csv", ignore_errors=True)
@@ -47,12 +51,15 @@ class CsvSeed:
     def finish(self, record: Mapping) -> None:
         self._logger.finalize("success")
 
+    def crash(self, why: str) -> None:
+        self._logger.finalize("failed")
+
 
 SEEDS = {"tensorboard": TensorBoardSeed, "csv": CsvSeed}
 
 
 def log_verdict(
-    settings: DictConfig, digest: str, folder: Path, verdict: Mapping, answer: Answer | None
+    settings: DictConfig, digest: str, folder: Path, verdict: Mapping, answer: Answer | None, _: object = None
 ) -> dict[str, str]:
     """The verdict as an event file of its own: summary and tables as text, figures as images."""
     from matplotlib.image import imread

@@ -6,12 +6,13 @@ to import: that is done where a run starts.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from urllib.parse import urlparse
@@ -30,10 +31,14 @@ _RECORDED = ("dataset", "environment")
 class SeedRun:
     """One seed as a W&B run."""
 
-    def __init__(self, settings: DictConfig, digest: str, seed: int, home: Path):
+    def __init__(
+        self, settings: DictConfig, digest: str, seed: int, home: Path, say: Callable[[str], None] = print
+    ):
+        self._say, self._alerts = say, settings.logger.get("alerts", [])
         self._run = _start(
             settings,
             home,
+            say,
             resume=None if settings.rerun else "allow",
             id=f"{digest}-{seed}",
             name=f"{title(settings)} seed={seed}",
@@ -52,14 +57,24 @@ class SeedRun:
     def finish(self, record: Mapping) -> None:
         self._run.config.update({key: record[key] for key in _RECORDED}, allow_val_change=True)
         self._run.summary.update(seed_summary(record))
-        _finish(self._run)
+        _finish(self._run, self._say)
+
+    def crash(self, why: str) -> None:
+        if "crash" in self._alerts:
+            self._run.alert(title=f"{self._run.name}: crashed", text=why, level="ERROR")
+        _finish(self._run, self._say, exit_code=1)
 
 
 SEEDS = {"wandb": SeedRun}
 
 
 def log_verdict(
-    settings: DictConfig, digest: str, folder: Path, verdict: Mapping, answer: Answer | None
+    settings: DictConfig,
+    digest: str,
+    folder: Path,
+    verdict: Mapping,
+    answer: Answer | None,
+    say: Callable[[str], None] = print,
 ) -> dict[str, str]:
     """The verdict as a run of its own: summary, tables, figures; the report as a page and as an artifact.
 
@@ -70,6 +85,7 @@ def log_verdict(
     run = _start(
         settings,
         folder / "verdict",
+        say,
         resume=None,
         id=f"{digest}-verdict",
         name=f"{title(settings)} verdict",
@@ -82,9 +98,15 @@ def log_verdict(
         shown[name] = wandb.Image(str(file), caption=caption)
     shown["report"] = wandb.Html(str(folder / "report.html"), inject=False)
     run.log(shown)
-    run.log_artifact(_report(run, digest, folder, verdict))
+    try:
+        run.log_artifact(_report(run, digest, folder, verdict))
+    except Exception as error:  # asked of the server on the spot, which may be away by now
+        say(f"W&B has no artifact of the report ({one_line(error)}): it lies in {folder}")
     run.summary.update(verdict_summary(verdict, settings.expected))
-    _finish(run)
+    if verdict["verdict"] in settings.logger.get("alerts", []):
+        level = "ERROR" if verdict["verdict"] == "bug" else "WARN"
+        run.alert(title=f"{title(settings)}: {verdict['verdict']}", text=verdict["headline"], level=level)
+    _finish(run, say)
     return _where(run, folder)
 
 
@@ -101,8 +123,10 @@ def _group(settings: DictConfig, digest: str) -> str:
     return f"{settings.name}-{digest}"
 
 
-def _start(settings: DictConfig, home: Path, *, resume: str | None, **about):
+def _start(settings: DictConfig, home: Path, say: Callable[[str], None], *, resume: str | None, **about):
     """A new run with nothing of this machine in it, no name, no path, no environment variable.
+
+    Offline where the server does not take it, which is said: a training does not wait for it.
 
     Offline it takes the place of what an earlier process left: W&B does not join the parts of a run, the
     part that is synced last replaces the others.
@@ -112,12 +136,19 @@ def _start(settings: DictConfig, home: Path, *, resume: str | None, **about):
         os.environ.pop("WANDB_SERVICE", None)
     import wandb
 
-    mode = os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
+    logging.getLogger("opentelemetry").setLevel(
+        logging.CRITICAL
+    )  # W&B's own telemetry, where a server is away
+    mode = _mode()
     shutil.rmtree(home / "wandb", ignore_errors=True)
     home.mkdir(parents=True, exist_ok=True)
     quiet = {"silent": True, "console": "off", "symlink": False, "host": ""}
-    none_of = {"disable_git": True, "disable_code": True, "x_disable_meta": True, "x_disable_stats": True}
-    try:
+    none_of = {"disable_git": True, "disable_code": True, "x_disable_meta": True}
+    none_of["x_disable_stats"] = settings.get("device") != "cuda"  # what a GPU is at is worth a chart
+    seconds = settings.logger.get("patience", 60)
+    patience = {"init_timeout": seconds, "finish_timeout": seconds, "finish_timeout_raises": True}
+
+    def begun(mode: str):
         return wandb.init(
             project=settings.logger.project,
             entity=settings.logger.get("entity"),
@@ -125,17 +156,28 @@ def _start(settings: DictConfig, home: Path, *, resume: str | None, **about):
             resume=resume if mode == "online" else None,
             dir=home,
             mode=mode,
-            settings=wandb.Settings(**quiet, **none_of),
+            settings=wandb.Settings(**quiet, **none_of, **patience),
             **about,
         )
-    except (wandb.Error, ValueError) as error:
-        raise ConfigurationError(
-            f"logger=wandb cannot start ({one_line(error)}): write logger=none, or set WANDB_MODE=offline"
-        ) from None
+
+    try:
+        return begun(mode)
+    except (wandb.Error, ValueError, TimeoutError) as error:
+        if mode != "online" or not isinstance(error, wandb.errors.CommError | TimeoutError):
+            raise ConfigurationError(
+                f"logger=wandb cannot start ({one_line(error)}): write logger=none, or set WANDB_MODE=offline"
+            ) from None
+        say(f"W&B does not take {about['name']} ({one_line(error)}): it is kept offline")
+        wandb.teardown()  # the service would hold that this run is still in use
+        return begun("offline")
 
 
-def _finish(run) -> None:
-    run.finish()
+def _finish(run, say: Callable[[str], None], exit_code: int | None = None) -> None:
+    try:
+        run.finish(exit_code)
+    except TimeoutError:
+        kept = shlex.quote(str(Path(run.settings.sync_dir)))
+        say(f"W&B has not taken all of {run.name} in logger.patience: to send it later, wandb sync {kept}")
     # W&B's own debug logs are full of this machine's paths
     shutil.rmtree(run.settings.log_dir, ignore_errors=True)
 
@@ -173,6 +215,15 @@ def _report(run, digest: str, folder: Path, verdict: Mapping):
         kept = Path(shutil.copy(folder / name, Path(run.dir).parent))
         artifact.add_file(os.path.relpath(kept), name=name, policy="immutable")
     return artifact
+
+
+def _mode() -> str:
+    return os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
+
+
+def online() -> bool:
+    """Whether runs go to a server as they are."""
+    return _mode() == "online"
 
 
 def logged_in() -> bool:
