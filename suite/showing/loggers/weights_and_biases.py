@@ -177,7 +177,8 @@ def _finish(run, say: Callable[[str], None], exit_code: int | None = None) -> No
         run.finish(exit_code)
     except TimeoutError:
         kept = shlex.quote(str(Path(run.settings.sync_dir)))
-        say(f"W&B has not taken all of {run.name} in logger.patience: to send it later, wandb sync {kept}")
+        late = f"W&B has not taken all of {run.name} in logger.patience"
+        say(f"{late}: to send it later, wandb sync --no-skip-online {kept}")
     # W&B's own debug logs are full of this machine's paths
     shutil.rmtree(run.settings.log_dir, ignore_errors=True)
 
