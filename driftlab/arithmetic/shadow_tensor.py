@@ -90,20 +90,20 @@ class Bits(Tensor):
         return run_operation(func, args, kwargs or {})
 
 
-def mapped(change: Callable, values: object):
+def _mapped(change: Callable, values: object):
     """``values`` with each leaf changed. Of lists, tuples and dicts alone, which is what operations take and
     give: torch's own tree_map takes most of the time of an operation on a small tensor.
     """
     if isinstance(values, list | tuple):
-        return type(values)([mapped(change, value) for value in values])
+        return type(values)([_mapped(change, value) for value in values])
     if isinstance(values, dict):
-        return {key: mapped(change, value) for key, value in values.items()}
+        return {key: _mapped(change, value) for key, value in values.items()}
     return change(values)
 
 
 def _leaves(*values: object) -> list:
     found: list = []
-    mapped(found.append, values)
+    _mapped(found.append, values)
     return found
 
 
@@ -123,9 +123,9 @@ def run_operation(func, args: tuple, kwargs: dict):
     if Native.TABLES in Shadow.native and _of_constants(func, leaves):
         return _natively(func, args, kwargs)
     said = _said(leaves)
-    inner, named = mapped(_inner, (args, kwargs))
+    inner, named = _mapped(_inner, (args, kwargs))
     if Native.NUMBERS in Shadow.native and said is torch.float32:
-        inner, named = mapped(_in_float32, (inner, named))
+        inner, named = _mapped(_in_float32, (inner, named))
     # float64 draws other random numbers than the code's own dtype
     out = drawn(func, inner, named, said) if func in DRAWING else _computed(func, inner, named)
     if func is _aten._to_copy.default and isinstance(args[0], Shadow):
@@ -137,7 +137,7 @@ def run_operation(func, args: tuple, kwargs: dict):
     if func._schema.is_mutable:
         _written_back(func, (args, kwargs), (inner, named))
     known = {id(leaf.held): leaf for leaf in leaves if isinstance(leaf, Shadow)}
-    return mapped(lambda t: _named(t, known, said) if isinstance(t, Tensor) else t, out)
+    return _mapped(lambda t: _named(t, known, said) if isinstance(t, Tensor) else t, out)
 
 
 def _of_constants(func, leaves: list) -> bool:
@@ -174,8 +174,8 @@ def _natively(func, args: tuple, kwargs: dict):
         made.constant = True
         return made
 
-    args, kwargs = mapped(own, (args, kwargs))
-    return mapped(constant, func(*args, **kwargs))
+    args, kwargs = _mapped(own, (args, kwargs))
+    return _mapped(constant, func(*args, **kwargs))
 
 
 def _computed(func, args: tuple, kwargs: dict):
@@ -286,7 +286,7 @@ def _reinterpreted(tensor: Shadow | Bits, dtype: torch.dtype) -> Tensor:
 
 def _on_bits(func, leaves: list, args: tuple, kwargs: dict):
     source = next(leaf.source for leaf in leaves if isinstance(leaf, Bits))
-    args, kwargs = mapped(lambda leaf: leaf.bits if isinstance(leaf, Bits) else leaf, (args, kwargs))
+    args, kwargs = _mapped(lambda leaf: leaf.bits if isinstance(leaf, Bits) else leaf, (args, kwargs))
     out = func(*args, **kwargs)
     if isinstance(out, Tensor) and func._opname in BITWISE and out.shape == source.shape:
         return Bits(out, source)

@@ -5,8 +5,6 @@ Two runs of one experiment differ in their digests, which say nothing to a reade
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from omegaconf import DictConfig
 
 from suite.command.own_targets import GROUPS
@@ -25,7 +23,7 @@ def label(settings: DictConfig, left_out: tuple[str, ...]) -> str:
     """
     if settings.get("label"):
         return settings.label
-    given: Mapping[str, str] = written()
+    given = written()
     left = {*left_out, "experiment", "hydra", "data.root", "data.time_limit"}
     changed = [name for name in given if not {name, name.partition(".")[0]} & left]
     words = " ".join(_word(name, given[name]) for name in sorted(changed))

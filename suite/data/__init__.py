@@ -9,11 +9,9 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from suite.data.images import DataError, Images, UnobtainableError
-from suite.data.samples import Samples
 
-__all__ = ["CHOICES", "DataError", "DataSet", "Images", "UnobtainableError", "load", "load_images"]
+__all__ = ["CHOICES", "DataError", "Images", "UnobtainableError", "load", "load_images"]
 
-DataSet = Images | Samples  # what a training may be of
 CHOICES = ("auto", "cifar10", "shapes", "folder")
 AUTO_TIME_LIMIT_S = 120.0  # shorter than where CIFAR-10 was asked for by name, as there is a way on
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
 from suite.data.batches import philox_words
-from suite.data.images import DataError
+from suite.data.images import DataError, Images
 
 Batch = tuple[object, object]
 TEST_EVERY = 6  # of one set without a test set every sixth sample is for testing, as in a folder of images
@@ -47,6 +47,9 @@ class Samples:
     @property
     def test_count(self) -> int:
         return len(self.test)
+
+
+DataSet = Images | Samples  # what a training may be of
 
 
 def samples(name: str, train: Any, test: Any | None, collate: Callable[[list], Any], source: str) -> Samples:

@@ -6,9 +6,10 @@ import hashlib
 import json
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -61,7 +62,6 @@ class Text(Windows):
             raise DataError(f"text: context={context}: give at least 1")
         text = _fetched(time_limit) if file is None else _own(file)
         letters = sorted(set(text))
-        own = {letter: number for number, letter in enumerate(letters)}
         first = int(TRAINING * len(text))
         part = text[:first] if train else text[first:]
         if len(part) <= context:
@@ -69,7 +69,11 @@ class Text(Windows):
                 f"text: {len(part)} letters to {'train' if train else 'test'} on are no window of "
                 f"context={context} and the letter behind it: give a longer text"
             )
-        super().__init__(torch.tensor([own[letter] for letter in part]), context, letters)
+        super().__init__(torch.from_numpy(np.searchsorted(_codes(letters), _codes(part))), context, letters)
+
+
+def _codes(letters: Iterable[str]) -> np.ndarray:
+    return np.frombuffer("".join(letters).encode("utf-32-le"), np.uint32)
 
 
 def _own(file: str) -> str:

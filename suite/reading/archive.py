@@ -48,7 +48,7 @@ def find_runs(given: Sequence[str]) -> list[Path]:
 def _below(folder: Path) -> list[Path]:
     """Those in a folder; an experiment's own folder is not searched any further."""
     runs = []
-    if folder.suffix == ".txt":  # the list of them, beside their folder
+    if folder.suffix == ".txt" and folder.is_file():  # the list of them, beside their folder
         folder = folder.with_suffix("")
     for place, folders, files in os.walk(folder):
         folders.sort()

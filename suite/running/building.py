@@ -14,9 +14,8 @@ from driftlab.arithmetic.sizes import fewer_samples
 from driftlab.lockstep.loop import Lockstep
 from driftlab.network.calling import calling, each_tensor
 from driftlab.network.pair import Pair
-from suite.data import DataSet
 from suite.data.batches import Batches
-from suite.data.samples import SampleBatches, Samples
+from suite.data.samples import DataSet, SampleBatches, Samples
 from suite.running.networks import build_arms
 from suite.running.updates import make_loss
 

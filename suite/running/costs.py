@@ -13,7 +13,7 @@ from driftlab.lockstep.arm import Arm
 from driftlab.lockstep.loop import Lockstep
 from driftlab.record.environment import device_name
 from suite.command.configuration import AUTO, steps_in, with_float64_steps
-from suite.data import DataSet
+from suite.data.samples import DataSet
 from suite.running.building import Built, LogSchedule, build
 from suite.running.recorder import is_evaluated
 

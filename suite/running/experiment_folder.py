@@ -20,7 +20,7 @@ from suite.command.command_line import overrides, own_config_dir
 from suite.command.configuration import AUTO, digest, follows_auto
 from suite.command.errors import ConfigurationError, one_line, refused_by_disk, storage
 from suite.command.seeds import format_seeds
-from suite.data import DataSet
+from suite.data.samples import DataSet
 from suite.reading.stored import MEASUREMENTS, as_yaml, read_checked
 from suite.running.float64_steps import read_choice, with_choice
 from suite.running.local_choice import read_windows, with_windows

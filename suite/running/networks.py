@@ -30,7 +30,7 @@ from suite.command.command_line import instead
 from suite.command.configuration import steps_in
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.users_code import let_end
-from suite.data import DataSet
+from suite.data.samples import DataSet
 from suite.running.importing import class_count, imported, parameters
 from suite.running.updates import make_clip, make_loss, make_optimizer, make_scheduler
 

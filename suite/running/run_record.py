@@ -14,7 +14,7 @@ from driftlab.process import said
 from driftlab.record.differing import elsewhere
 from driftlab.record.environment import environment, instruments
 from driftlab.record.seed_record import SCHEMA
-from suite.data import DataSet
+from suite.data.samples import DataSet
 
 if TYPE_CHECKING:
     from suite.running.building import Built

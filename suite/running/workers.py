@@ -16,7 +16,8 @@ from omegaconf import OmegaConf
 from driftlab.blame import is_out_of_memory
 from suite.command.errors import ConfigurationError, Unfinished, exit_called
 from suite.command.machine import process_settled
-from suite.data import DataError, DataSet
+from suite.data.images import DataError
+from suite.data.samples import DataSet
 from suite.running.experiment_folder import Experiment, is_done, owned
 from suite.running.own_data import load_data
 from suite.running.pool import WorkerKilled, side_by_side, tell, visible_gpus

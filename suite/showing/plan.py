@@ -8,7 +8,7 @@ from omegaconf import DictConfig
 
 from suite.command.configuration import steps_in
 from suite.command.seeds import format_seeds
-from suite.data import DataSet
+from suite.data.samples import DataSet
 
 if TYPE_CHECKING:
     from suite.running.costs import Sketch

@@ -74,15 +74,10 @@ class MetricsLogger:
 
         One without a row yet is begun where a message can be sent of it.
         """
-        if vars(self).get("_run") is not None or self._alerts():
+        if self._choice == "none":
+            return
+        if "_run" in vars(self) or _library(self._choice).tells_of_crashes(self._of[0]):
             self._run.crash(why)
-
-    def _alerts(self) -> bool:
-        if self._choice != "wandb":
-            return False
-        from suite.showing.loggers.weights_and_biases import online
-
-        return online() and "crash" in self._of[0].logger.get("alerts", [])
 
 
 def log_verdict(

@@ -55,6 +55,11 @@ class CsvSeed:
         self._logger.finalize("failed")
 
 
+def tells_of_crashes(settings: DictConfig) -> bool:
+    """Files tell nobody."""
+    return False
+
+
 SEEDS = {"tensorboard": TensorBoardSeed, "csv": CsvSeed}
 
 

@@ -34,7 +34,7 @@ class SeedRun:
     def __init__(
         self, settings: DictConfig, digest: str, seed: int, home: Path, say: Callable[[str], None] = print
     ):
-        self._say, self._alerts = say, settings.logger.get("alerts", [])
+        self._say, self._alerts = say, _alerts(settings)
         self._run = _start(
             settings,
             home,
@@ -66,6 +66,11 @@ class SeedRun:
 
 
 SEEDS = {"wandb": SeedRun}
+
+
+def tells_of_crashes(settings: DictConfig) -> bool:
+    """Whether W&B sends a message of a seed that ends in an error."""
+    return _mode() == "online" and "crash" in _alerts(settings)
 
 
 def log_verdict(
@@ -103,7 +108,7 @@ def log_verdict(
     except Exception as error:  # asked of the server on the spot, which may be away by now
         say(f"W&B has no artifact of the report ({one_line(error)}): it lies in {folder}")
     run.summary.update(verdict_summary(verdict, settings.expected))
-    if verdict["verdict"] in settings.logger.get("alerts", []):
+    if verdict["verdict"] in _alerts(settings):
         level = "ERROR" if verdict["verdict"] == "bug" else "WARN"
         run.alert(title=f"{title(settings)}: {verdict['verdict']}", text=verdict["headline"], level=level)
     _finish(run, say)
@@ -136,9 +141,8 @@ def _start(settings: DictConfig, home: Path, say: Callable[[str], None], *, resu
         os.environ.pop("WANDB_SERVICE", None)
     import wandb
 
-    logging.getLogger("opentelemetry").setLevel(
-        logging.CRITICAL
-    )  # W&B's own telemetry, where a server is away
+    # W&B's own telemetry complains where a server is away
+    logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     mode = _mode()
     shutil.rmtree(home / "wandb", ignore_errors=True)
     home.mkdir(parents=True, exist_ok=True)
@@ -218,13 +222,13 @@ def _report(run, digest: str, folder: Path, verdict: Mapping):
     return artifact
 
 
+def _alerts(settings: DictConfig) -> list[str]:
+    """None of an experiment that was stored before there were any."""
+    return settings.logger.get("alerts", [])
+
+
 def _mode() -> str:
     return os.environ.get("WANDB_MODE") or ("online" if logged_in() else "offline")
-
-
-def online() -> bool:
-    """Whether runs go to a server as they are."""
-    return _mode() == "online"
 
 
 def logged_in() -> bool:

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -254,3 +256,10 @@ def test_no_record_names_the_folders_of_the_machine(finished):
     (folder,) = finished.glob("control/*")
     for name in ("experiment.yaml", "report.html", "verdict.json", "seed=0/run.json"):
         assert str(finished) not in (folder / name).read_text()
+
+
+def test_a_refusal_needs_no_torch():
+    """What explains a command line is imported before anything heavy: seconds less for a misspelt setting."""
+    code = "import sys, suite.command.explaining; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "False\n"

@@ -29,7 +29,8 @@ REFUSED = {
     "kind=batch_size": "kind=batch_size: control is of kind training: write +experiment=batch_size",
     "+experiment=precision": "write one experiment, or -m +experiment=control,precision",
     "data.root=/nowhere": "data=shapes makes no use of root: leave it out, or write data=folder",
-    "logger.foo=1": "there are logger.alerts, logger.entity, logger.patience, logger.project, each beside the logger that has it",
+    "logger.foo=1": "there are logger.alerts, logger.entity, logger.patience, logger.project, "
+    "each beside the logger that has it",
     "launcher=joblib": "launcher=joblib is no setting: write hydra/launcher=joblib",
     "hydra/launcher=joblib": "hydra/launcher=joblib counts in a sweep: write -m before it",
     "hydra.launcher.timeout_min=3": "counts in a sweep: write -m",

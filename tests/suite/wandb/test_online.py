@@ -33,6 +33,13 @@ def train(server: Server | None, results: Path, *settings: str, **more: str) -> 
     )
 
 
+def synced(server: Server, *arguments: str | Path) -> int:
+    """The exit status of W&B's own command."""
+    wandb = [str(Path(sys.executable).with_name("wandb")), "sync", *map(str, arguments)]
+    own = os.environ | server.environment
+    return subprocess.run(wandb, env=own, capture_output=True, cwd=ROOT, timeout=120).returncode
+
+
 def curves(results: Path) -> bytes:
     (path,) = results.glob("*/*/seed=0/curves.csv")
     return path.read_bytes()
@@ -59,7 +66,7 @@ def online(tmp_path_factory):
 
 def test_a_run_arrives_row_by_row(online, alone):
     server, results, _ = online
-    seed = next(run for run in server.runs.values() if run.id.endswith("-0"))
+    seed = server.run("-0")
     assert curves(results) == alone
     (path,) = results.glob("*/*/seed=0/curves.csv")
     table = read_table(path)
@@ -74,7 +81,7 @@ def test_a_run_arrives_row_by_row(online, alone):
 
 def test_the_verdict_its_artifact_and_an_alert_arrive(online):
     server, results, done = online
-    verdict = next(run for run in server.runs.values() if run.id.endswith("-verdict"))
+    verdict = server.run("-verdict")
     (folder,) = results.glob("*/*/verdict.json")
     told = json.loads(folder.read_text())
     assert (verdict.summary["verdict"], verdict.summary["headline"]) == ("bug", told["headline"])
@@ -102,7 +109,7 @@ def test_a_run_that_was_killed_goes_on_in_the_same_run(tmp_path):
         os.killpg(begun.pid, 9)
         begun.wait()
         assert train(server, tmp_path, *settings).returncode == 0
-        (seed,) = (run for run in server.runs.values() if run.id.endswith("-0"))
+        seed = server.run("-0")
         steps = [row["step"] for row in seed.rows]
         assert steps == sorted(set(steps))
         assert seed.resumed
@@ -114,13 +121,10 @@ def test_an_offline_run_is_synced_later(tmp_path, alone):
     with Server() as server:
         done = train(server, tmp_path, BUG, "logger=wandb", WANDB_MODE="offline")
         assert (done.returncode, server.runs) == (0, {})
-        runs = [str(path) for path in tmp_path.glob("*/*/*/wandb/offline-run-*")]
-        sync = [str(Path(sys.executable).with_name("wandb")), "sync", *runs]
-        own = os.environ | server.environment
-        assert subprocess.run(sync, env=own, capture_output=True, cwd=ROOT, timeout=120).returncode == 0
-        seed = next(run for run in server.runs.values() if run.id.endswith("-0"))
+        assert synced(server, *tmp_path.glob("*/*/*/wandb/offline-run-*")) == 0
+        seed = server.run("-0")
         assert [row["step"] for row in seed.rows] == list(range(4))
-        verdict = next(run for run in server.runs.values() if run.id.endswith("-verdict"))
+        verdict = server.run("-verdict")
         assert [alert["severity"] for alert in verdict.alerts] == ["ERROR"]
 
 
@@ -153,13 +157,14 @@ def test_a_training_does_not_wait_for_a_server(tmp_path, alone, trouble):
         assert curves(tmp_path) == alone
         assert said in " ".join((done.stdout + done.stderr).split())
         assert time.monotonic() - began < 120
+        if trouble == "slow":
+            assert [row["step"] for row in server.run("-0").rows] == list(range(4))
+            assert server.run("-verdict").exit_code == 0
     if trouble == "goes away":
         (kept,) = tmp_path.glob("*/*/seed=0/wandb/run-*")
         with Server() as later:
-            sync = [str(Path(sys.executable).with_name("wandb")), "sync", "--no-skip-online", str(kept)]
-            assert subprocess.run(sync, env=os.environ | later.environment, timeout=120).returncode == 0
-            (seed,) = later.runs.values()
-            assert [row["step"] for row in seed.rows] == list(range(4))
+            assert synced(later, "--no-skip-online", kept) == 0
+            assert [row["step"] for row in later.run("-0").rows] == list(range(4))
 
 
 FALLS = """
