@@ -1,4 +1,4 @@
-"""For mkdocs: the pages of the site stay where they are in the repository, so that their links hold on both."""
+"""For mkdocs: pages stay where they are in the repository, so that their links hold there and on the site."""
 
 from __future__ import annotations
 
