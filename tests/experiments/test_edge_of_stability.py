@@ -135,7 +135,7 @@ def ran(arm, rate, fallen=False, blown=None, end=1.5):
 
 
 def seeds_that(*outcomes, rates=(1.0,), bug="bug", candidate=None):
-    """A seed for each string: which arms diverged at each rate, by the initials of the arms, b for the bug."""
+    """A seed for each string: which arms diverged at each rate, by the arms' initials, b for the bug."""
     initials = dict(zip(over.ARMS, "rkcb", strict=True))
     probes = {
         "candidate": {"verdict": candidate, "reading": None},
