@@ -14,6 +14,7 @@ from bench.habits import Rule, Score, score
 from bench.real_habits import HABITS, Seen
 from bench.run import Outcome
 from bench.summary import _table
+from driftlab.glossary import PUBLISHED_NOTE
 from driftlab.verdict.statistics import clopper_pearson
 
 GROUPS = {
@@ -115,7 +116,9 @@ def as_markdown(judged: Sequence[Judged], command: str) -> str:
     return "\n\n".join([HEAD, *_found(judged), *_habits(judged), *_made(judged, command)]) + "\n"
 
 
-HEAD = """# Bugs that people made and published
+HEAD = f"""# Bugs that people made and published
+
+{PUBLISHED_NOTE}
 
 Does the verdict hold on faults that nobody of this project thought of? Each case is a small network of ours
 with a fault that somebody published (link, versions and what was wrong: [cases.csv](cases.csv)), beside its

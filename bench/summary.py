@@ -11,6 +11,7 @@ from statistics import median
 import torch
 
 from bench.run import Outcome, confusion
+from driftlab.glossary import PUBLISHED_NOTE
 from driftlab.verdict.statistics import clopper_pearson
 from driftlab.words import Verdict
 
@@ -27,6 +28,7 @@ def as_markdown(outcomes: Sequence[Outcome], command: str, room: str, first: Seq
     """
     parts = [
         "# How often the diagnosis is right",
+        PUBLISHED_NOTE,
         "Every case is a pair of networks whose relation is known, diagnosed as a user would: "
         "`driftlab.diagnose` with its defaults, on one thread. What is right and where is part of the case "
         f"(`{room.replace('.', '/')}/`). Intervals are Clopper and Pearson's, of 95 %.",

@@ -1,4 +1,4 @@
-"""Right rewrites of fresh networks under settings at which the training falls over, the reference's too."""
+"""Right rewrites of fresh networks under settings at which the training diverges, the reference's too."""
 
 from __future__ import annotations
 

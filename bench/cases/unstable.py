@@ -1,4 +1,4 @@
-"""Right rewrites under settings at which the training itself falls over, the reference's too."""
+"""Right rewrites under settings at which the training itself diverges, the reference's too."""
 
 from __future__ import annotations
 

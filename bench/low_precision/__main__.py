@@ -12,10 +12,13 @@ from pathlib import Path
 
 from bench.low_precision.case import cases
 from bench.low_precision.judged import Judged, judged, summary, wrong
+from driftlab.glossary import PUBLISHED_NOTE
 from driftlab.record.seed_record import write_whole
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "results" / "published" / "low_precision"
-ABOUT = """# Pairs in 16 bits
+ABOUT = f"""# Pairs in 16 bits
+
+{PUBLISHED_NOTE}
 
 Small kernels in bfloat16 and float16 on the CPU, right ones, wrong ones and ones in fewer bits, written by
 people who had not seen the diagnosis (`bench/low_precision/`). Each is judged by `assert_equivalent` without

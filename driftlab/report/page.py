@@ -7,6 +7,7 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from driftlab.glossary import GLOSSARY, anchor
 from driftlab.record import differing as environments
 from driftlab.record.seed_record import SeedRecord, write_whole
 from driftlab.report import tables
@@ -61,6 +62,7 @@ def as_page(
         headline=_headline(judgement.headline),
         evidence=evidence,
         meanings=meanings(evidence),
+        glossary=GLOSSARY,
         seeds=[r.seed for r in records],
         answer=_answered(answer) if answer else None,
         comparison=tables.comparison(records),
@@ -90,7 +92,7 @@ def template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "percent": percent}
+    environment.filters |= {"number": number, "percent": percent, "anchor": anchor}
     return environment.get_template(name)
 
 

@@ -17,7 +17,7 @@ _QUANTITIES = ("loss", "accuracy", "disagreement")
 
 # Rows of a table that a reader still scrolls through.
 MOST_ROWS = 100
-# Of those that fell over so many are shown, and so many from either end of each quantity.
+# Of those that diverged so many are shown, and so many from either end of each quantity.
 _FALLEN, _ENDS = 40, 2  # the sentence says two
 _SHARES = {"least": 0.0, "5 %": 0.05, "median": 0.5, "95 %": 0.95, "greatest": 1.0}
 
@@ -86,7 +86,7 @@ def outcomes(records: Sequence[SeedRecord], judgement: Judgement) -> list[dict]:
 def _outcome(record: SeedRecord, arm: str, judged: Mapping) -> dict:
     blew_up = blown_up_at(record, arm)
     fell_over = judged.get("fell_over", {}).get(arm, {}).get(record.seed)
-    word = {True: "fell over", False: "finished", None: "finished"}[fell_over]
+    word = {True: "diverged", False: "finished", None: "finished"}[fell_over]
     if blew_up is not None:
         word = f"blew up at step {blew_up}"
     return {
@@ -158,14 +158,14 @@ def _is_number(value: float | None) -> bool:
 
 
 def _sentence(of: int, fallen: int) -> str:
-    falls = f"An arm fell over in {fallen:,} of" if fallen else "No arm fell over in"
+    falls = f"An arm diverged in {fallen:,} of" if fallen else "No arm diverged in"
     shown = "these, and " if fallen else ""
     if fallen > _FALLEN:
         shown = f"{_FALLEN} of these, first those in which another arm did not, and "
     return (
         f"{falls} {of:,} seeds. Below are {shown}those with the two least and the two greatest values of "
         "each column. "
-        "Of every seed, verdict.json says who fell over, and its folder seed=… holds the rest."
+        "Of every seed, verdict.json says which runs diverged, and its folder seed=… holds the rest."
     )
 
 

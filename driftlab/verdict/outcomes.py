@@ -1,4 +1,4 @@
-"""Who trained and who fell over, seed by seed, and whether the control does so too."""
+"""Which runs trained and which diverged, seed by seed, and whether the control does so too."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ EQUAL = 0.05
 
 STABILITY = Probe(
     name="stability",
-    question="Does the training fall over, and the reference and the control as well as the candidate?",
+    question="Does the training diverge, for the reference and the control as well as for the candidate?",
     threshold=0.0,
-    reason="nobody falls over",
-    unit="trainings that fell over",
-    sees="a training that sits on an edge",
+    reason="no run diverges",
+    unit="trainings that diverged",
+    sees="an unstable training",
 )
 EQUAL_ACCURACY = Probe(
     name="equal_accuracy",
@@ -83,7 +83,7 @@ def ended_above(first: float, tail: Sequence[float]) -> bool:
 
 
 def outcomes(records: Sequence[SeedRecord], role: str) -> dict:
-    """Who trained and who fell over, per seed, for the float32 arms, and the paired test."""
+    """Which runs trained and which diverged, per seed, for the float32 arms, and the paired test."""
     arms = [f"{r}.float32" for r in ("reference", role, "control")]
     arms = [a for a in dict.fromkeys(arms) if all(a in r.run["arms"] for r in records)]
     table = {arm: {record.seed: fell_over(record, arm) for record in records} for arm in arms}
@@ -100,21 +100,21 @@ def outcomes(records: Sequence[SeedRecord], role: str) -> dict:
 
 
 def stability(table: dict) -> Evidence:
-    """Does training itself fall over, and for the control as for the candidate?
+    """Does training itself diverge, and for the control as for the candidate?
 
-    Speaks for ``unstable`` where the reference or the control fell over too, unless the candidate differs
+    Speaks for ``unstable`` where the reference or the control diverged too, unless the candidate differs
     from the reference in its outcomes, by the paired test at ``SIGNIFICANT``, and the control does not.
     """
     fallen = {arm.split(".")[0]: sum(seeds.values()) for arm, seeds in table["fell_over"].items()}
     n = max((len(seeds) for seeds in table["fell_over"].values()), default=0)
     if not any(fallen.values()):
-        return STABILITY.evidence(0.0, None, f"nobody fell over in {n} seed{'s' * (n != 1)}")
+        return STABILITY.evidence(0.0, None, f"no run diverged in {n} seed{'s' * (n != 1)}")
     p = {arm.split(".")[0]: value for arm, value in table["mcnemar_p"].items()}
     alone = p.get("candidate", 1.0) < SIGNIFICANT <= p.get("control", 1.0)
     shared = any(count for name, count in fallen.items() if name != "candidate")
     counts = ", ".join(f"{name} {count} of {n}" for name, count in fallen.items())
     tests = ", ".join(f"{name} {value:.2g}" for name, value in p.items())
-    reading = f"fell over: {counts}; McNemar's exact p against the reference: {tests}"
+    reading = f"diverged: {counts}; McNemar's exact p against the reference: {tests}"
     verdict = Verdict.UNSTABLE if shared and not alone else None
     return STABILITY.evidence(float(sum(fallen.values())), verdict, reading)
 

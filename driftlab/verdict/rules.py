@@ -11,7 +11,7 @@ In this order, the first that applies:
    spot does not find that to be rounding -> ``bug``; the same in 16 bits alone, where it was trained there
 5. none of the arms or probes that could tell -> ``inconclusive``
 6. the same function, in fewer bits -> ``reduced_precision``
-7. the same function, and the reference or the control falls over in some seed -> ``unstable``; the candidate
+7. the same function, and the reference or the control diverges in some seed -> ``unstable``; the candidate
    alone -> ``inconclusive``
 8. the same function -> ``round_off``
 
@@ -231,7 +231,7 @@ _SENTENCES = {
     Verdict.BIT_IDENTICAL: "the {subject} does not differ from its reference in any bit",
     Verdict.ROUND_OFF: "the same function: what differs is rounding, and it grows as it does in the control",
     Verdict.REDUCED_PRECISION: "the same function, computed in fewer bits than {promise}",
-    Verdict.UNSTABLE: "the same function, but the training sits on an edge: round-off decides who falls over",
+    Verdict.UNSTABLE: "the same function, but the training is unstable: rounding decides which runs diverge",
     Verdict.BUG: "not the same function: {place}, by more than rounding makes",
 }
 
@@ -272,7 +272,7 @@ def _headline(
     if all(p not in found or found[p].measured is None for p in _SAME_FUNCTION[subject]):
         return f"{missing(records, subject)} ({seeds})"
     if found[STABILITY.name].measured:
-        return f"the {subject} alone fell over in {seeds}: run more seeds, seed=0..{max(2 * n, 10) - 1}"
+        return f"the {subject} alone diverged in {seeds}: run more seeds, seed=0..{max(2 * n, 10) - 1}"
     return (
         f"there is no control to compare with in {seeds}: run again with roles=[reference,candidate,control]"
     )

@@ -1,4 +1,4 @@
-"""The kind of experiment that raises the learning rate until training falls over, and counts who does."""
+"""The kind of experiment that raises the learning rate until training diverges, and counts who does."""
 
 from __future__ import annotations
 

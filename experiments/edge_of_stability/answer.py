@@ -39,7 +39,7 @@ def _edge(values: Values) -> str:
         return f"No edge was met: at every learning rate reference and control end alike ({seeds(values)})."
     differ = sum(over.differing(v["runs"], "control") > 0 for v in values.values())
     return (
-        f"Training is on an edge at learning rate{'s' * (len(rates) > 1)} {listed(rates)}: there reference "
+        f"Training is unstable at learning rate{'s' * (len(rates) > 1)} {listed(rates)}: there reference "
         f"and control, one ulp apart in one weight, end differently in {differ} of {seeds(values)}."
     )
 
@@ -47,7 +47,7 @@ def _edge(values: Values) -> str:
 def _candidate(values: Values, name: str) -> str:
     p, rate = over.told(values)["candidate"], over.middle(values)
     pairs, control = (over.paired(values, arm, rate) for arm in ("candidate", "control"))
-    told = "falls over unlike" if over.is_told(p) else "is not told from"
+    told = "diverges unlike" if over.is_told(p) else "is not told from"
     return (
         f"Over all rates the candidate ({name}) {told} the reference ({_p_value(p)}). One seed alone, at "
         f"{rate:g}, shows a difference between the two in {pairs.differing} of {pairs.n} cases "
@@ -61,7 +61,7 @@ def _bug(values: Values, name: str) -> str:
     clearest = min(rates, key=lambda rate: over.paired(values, "bug", rate).p)
     pairs = over.paired(values, "bug", clearest)
     said = (
-        f"The bug ({name}) is told ({_p_value(p)}): at {clearest:g} it falls over in {pairs.fallen} of "
+        f"The bug ({name}) is told ({_p_value(p)}): at {clearest:g} it diverges in {pairs.fallen} of "
         f"{pairs.n}, the reference in {pairs.reference_fallen}"
         if over.is_told(p)
         else f"The bug ({name}) is not told by its outcomes ({_p_value(p)}, {seeds(values)})"
@@ -85,7 +85,7 @@ def _rates_table(values: Values) -> Table:
     n, p, rates = len(values), over.told_by_rate(values), over.rates(values)
 
     def fallen(arm: str) -> Column:
-        heading = f"{arm} fell over (of {n})"
+        heading = f"{arm} diverged (of {n})"
         return Column(arm, heading, lambda rate: over.paired(values, arm, rate).fallen)
 
     def alone(arm: str) -> Column:
@@ -93,7 +93,7 @@ def _rates_table(values: Values) -> Table:
             pairs = over.paired(values, arm, rate)
             return f"{pairs.only_reference} / {pairs.only_arm} ({_p_value(p[arm, rate])})"
 
-        return Column(f"{arm}_pairs", f"only reference / only {arm} fell over", cell)
+        return Column(f"{arm}_pairs", f"only reference / only {arm} diverged", cell)
 
     columns = [
         Column("rate", "learning rate", lambda rate: f"{rate:g}"),
@@ -111,7 +111,7 @@ def _rates_table(values: Values) -> Table:
         f"{where or 'nowhere'}."
     )
     conclusion = sentences(said, _not_learned(values))
-    return table("edge_by_rate", "Who fell over, by learning rate", rates, columns, conclusion)
+    return table("edge_by_rate", "Which runs diverged, by learning rate", rates, columns, conclusion)
 
 
 def _not_learned(values: Values) -> str:
@@ -121,7 +121,7 @@ def _not_learned(values: Values) -> str:
     stayed = pairs.n - pairs.reference_fallen
     if learned >= stayed:
         return ""
-    return f"Of the reference's {stayed} runs at {rate:g} that did not fall over, {learned} learned."
+    return f"Of the reference's {stayed} runs at {rate:g} that did not diverge, {learned} learned."
 
 
 def _arms_table(values: Values, made: dict[str, str]) -> Table:
@@ -150,8 +150,8 @@ def _arms_table(values: Values, made: dict[str, str]) -> Table:
         Column("arm", "arm", lambda arm: f"{arm} ({made[arm]})" if arm in made else arm),
         end("loss", "final loss", over.final_loss),
         end("accuracy", "test accuracy", lambda run: run["accuracy"]),
-        Column("fallen", "fell over (all runs)", lambda arm: share_of(map(over.fell, ran(arm)))),
-        beside("sides", "seeds in which it fell over more / less often than the reference", sides),
+        Column("fallen", "diverged (all runs)", lambda arm: share_of(map(over.fell, ran(arm)))),
+        beside("sides", "seeds in which it diverged more / less often than the reference", sides),
         beside("p", "p, all rates", lambda arm: p[arm]),
         beside("differing", f"ends unlike the reference at {middle:g} (95 % interval)", differing),
         Column(
@@ -164,7 +164,7 @@ def _arms_table(values: Values, made: dict[str, str]) -> Table:
     said = (
         "A seed's runs at several rates are not independent, so p counts seeds: the signs of their net "
         f"counts are flipped (exact; {seeds(values)}; Holm over three arms). {middle:g} is the rate at which "
-        f"the reference falls over nearest to half of the seeds ({pairs.reference_fallen} of {pairs.n})."
+        f"the reference diverges nearest to half of the seeds ({pairs.reference_fallen} of {pairs.n})."
     )
     title = "Each arm against the reference, all learning rates"
     return table("edge_by_arm", title, over.ARMS, columns, said)

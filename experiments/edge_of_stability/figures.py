@@ -1,4 +1,4 @@
-"""The figure: how often each arm falls over, and how each ends beside the reference."""
+"""The figure: how often each arm diverges, and how each ends beside the reference."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _APART = 0.13  # between the arms at one rate, in units of the distance between 
 
 
 def figure(values: Values) -> Figure:
-    alike = "Networks of the same function fall over in different seeds"
+    alike = "Networks of the same function diverge in different seeds"
     return Figure(
         "edge-of-stability",
-        alike if _alike(values) else "Who falls over, by learning rate",
+        alike if _alike(values) else "Which runs diverge, by learning rate",
         partial(_draw, values),
-        f"Above: share of {seeds(len(values))} that fell over; bars: 95 % intervals. Below: each arm beside "
-        "the reference in the same seed. Coloured: one of the two fell over alone.",
+        f"Above: share of {seeds(len(values))} that diverged; bars: 95 % intervals. Below: each arm beside "
+        "the reference in the same seed. Coloured: one of the two diverged alone.",
         aspect=1.0,
     )
 
@@ -69,7 +69,7 @@ def _shares(values: Values, ax: Axes, look: Look) -> None:
         )  # fmt: skip
     _rates_below(ax, rates)
     ax.set_xlabel("learning rate")
-    ax.set_ylabel("share that fell over")
+    ax.set_ylabel("share that diverged")
     ax.set_ylim(-0.03, 1.03)
     ax.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 0.99))
 

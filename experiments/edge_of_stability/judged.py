@@ -1,4 +1,4 @@
-"""The verdict: probes say whether it is the same function, outcomes whether training is on an edge."""
+"""The verdict: probes say whether it is the same function, outcomes whether training is unstable."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from suite.showing.wording import seeds
 EDGE, FALLEN, SIDE = "edge", "fallen", "side_of_{}"
 _QUESTIONS = {
     EDGE: "At how many learning rates do reference and control, one ulp apart, end differently?",
-    FALLEN: "At how many learning rates does the reference or the control fall over?",
+    FALLEN: "At how many learning rates does the reference or the control diverge?",
 } | {
-    SIDE.format(arm): f"At how many more learning rates does the {arm} fall over than the reference?"
+    SIDE.format(arm): f"At how many more learning rates does the {arm} diverge than the reference?"
     for arm in COMPARED
 }
 _SAME_FUNCTION = (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
@@ -37,7 +37,7 @@ def outcome_findings(runs: Sequence[Mapping]) -> list[Finding]:
 
 
 def judged(records: Sequence[SeedRecord]) -> Judgement:
-    """A bug that the probes find -> ``bug``; the same function, and reference or control fall over ->
+    """A bug that the probes find -> ``bug``; the same function, and reference or control diverge ->
     ``unstable``, unless the candidate is told from the reference by its outcomes and the control is not."""
     found = [finding for record in records for finding in record.found()]
     probes = [f for f in found if f.evidence.probe not in _QUESTIONS]
@@ -99,17 +99,17 @@ def _decided(evidence: Sequence[Evidence], outcomes: Mapping[str, Evidence]) -> 
     candidate, control = (outcomes[SIDE.format(arm)].measured for arm in ("candidate", "control"))
     if candidate < SIGNIFICANT <= control:
         return Verdict.INCONCLUSIVE, (
-            f"the probes find the same function, yet the candidate falls over unlike the reference "
+            f"the probes find the same function, yet the candidate diverges unlike the reference "
             f"(p = {candidate:.2g}) and the control does not (p = {control:.2g})"
         )
     if outcomes[EDGE].measured:
         return Verdict.UNSTABLE, (
-            "the same function, but the training sits on an edge: reference and control, one ulp apart, end "
+            "the same function, but the training is unstable: reference and control, one ulp apart, end "
             f"differently {outcomes[EDGE].reading}"
         )
     if outcomes[FALLEN].measured:
         return Verdict.UNSTABLE, (
-            "the same function, and the training falls over without it: the reference or the control "
+            "the same function, and the training diverges without it: the reference or the control "
             f"{outcomes[FALLEN].reading}"
         )
-    return Verdict.ROUND_OFF, "the same function, and neither reference nor control falls over"
+    return Verdict.ROUND_OFF, "the same function, and neither reference nor control diverges"

@@ -1,4 +1,4 @@
-"""What one seed gives: at every learning rate, who trained and who fell over."""
+"""What one seed gives: at every learning rate, which runs trained and which diverged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who fell over, from what the seeds measured: counts by learning rate, pairs with the reference, tests."""
+"""Which runs diverged, from what the seeds measured: counts by rate, pairs with the reference, tests."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def runs(values: Values, arm: str, rate: float) -> dict[int, dict]:
 
 
 class Pairs(NamedTuple):
-    """In how many seeds one arm and the reference fell over at one learning rate, and McNemar's exact p."""
+    """In how many seeds one arm and the reference diverged at one learning rate, and McNemar's exact p."""
 
     neither: int
     only_arm: int
@@ -70,23 +70,23 @@ def paired(values: Values, arm: str, rate: float) -> Pairs:
 
 
 def sides(of_seed: list[Mapping], arm: str) -> list[int]:
-    """Rate by rate: 1 where the arm alone fell over, -1 where the reference alone did, else 0."""
+    """Rate by rate: 1 where the arm alone diverged, -1 where the reference alone did, else 0."""
     by_arm = {(run["arm"], run["rate"]): fell(run) for run in of_seed}
     return [f - by_arm[REFERENCE, rate] for (name, rate), f in by_arm.items() if name == arm]
 
 
 def net(values: Values, arm: str) -> list[int]:
-    """Seed by seed: at how many rates the arm alone fell over, less at how many the reference alone did."""
+    """Seed by seed: at how many rates the arm alone diverged, less at how many the reference alone did."""
     return [sum(sides(v["runs"], arm)) for v in values.values()]
 
 
 def differing(of_seed: list[Mapping], arm: str) -> int:
-    """At how many rates one of the two fell over and the other did not."""
+    """At how many rates one of the two diverged and the other did not."""
     return sum(map(abs, sides(of_seed, arm)))
 
 
 def told(values: Values) -> dict[str, float]:
-    """For each arm the p-value that it falls over as the reference does, over all rates.
+    """For each arm the p-value that it diverges as the reference does, over all rates.
 
     The unit is the seed, since the runs of one seed at several rates are not independent; corrected for the
     three arms by Holm's way.
@@ -109,7 +109,7 @@ def edge(values: Values) -> list[float]:
 
 
 def middle(values: Values) -> float:
-    """The rate at which the reference falls over nearest to half of the seeds; the lowest of equals.
+    """The rate at which the reference diverges nearest to half of the seeds; the lowest of equals.
 
     Chosen by the reference alone, so that what the others do there was not selected.
     """

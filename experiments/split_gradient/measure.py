@@ -57,7 +57,7 @@ def _record(case: Case, seed: int, device: str, steps: int, rate: float) -> Seed
         return torch.optim.SGD(module.parameters(), lr=rate)
 
     inputs = draw_as_asked(case, seed).inputs.to(device)
-    # Whoever falls over ends at twice the loss it began with, which says nothing of a negative one: this is
+    # A run that diverges ends at twice the loss it began with, which says nothing of a negative one: this is
     # above 0 at first, and falls in a straight line.
     offset = float(mine.conv.weight.detach().abs().sum() * inputs.abs().sum())
 

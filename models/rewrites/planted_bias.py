@@ -1,4 +1,4 @@
-"""A rewrite that is wrong on purpose: it trains like any other at ordinary rates, and falls over sooner."""
+"""A rewrite that is wrong on purpose: it trains like any other at ordinary rates, and diverges sooner."""
 
 from __future__ import annotations
 

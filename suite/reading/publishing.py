@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from driftlab.glossary import PUBLISHED_NOTE
 from driftlab.record.differing import differences
 from driftlab.record.seed_record import SeedRecord, write_whole
 from suite.command.errors import ConfigurationError
@@ -56,6 +57,7 @@ def _folder_name(name: str, run: Path) -> str:
 def _page(judged: Judged, answer: Mapping) -> Iterable[str]:
     settings, judgement = judged.settings, judged.judgement
     yield f"# {settings.name}\n"
+    yield f"{PUBLISHED_NOTE}\n"
     asked = settings.get("question")
     yield f"{asked}\n" if asked else f"Hypothesis: {settings.hypothesis}.\n"
     yield f"**`{judgement.verdict}`**: {judgement.headline}.\n"

@@ -135,7 +135,7 @@ def ran(arm, rate, fallen=False, blown=None, end=1.5):
 
 
 def seeds_that(*outcomes, rates=(1.0,), bug="bug", candidate=None):
-    """A seed for each string: who fell over at every rate, by the initials of the arms, b for the bug."""
+    """A seed for each string: which arms diverged at each rate, by the arms' initials, b for the bug."""
     initials = dict(zip(over.ARMS, "rkcb", strict=True))
     probes = {
         "candidate": {"verdict": candidate, "reading": None},
@@ -165,7 +165,7 @@ def test_pairs_are_counted_by_hand():
     assert (pairs.neither, pairs.only_reference, pairs.only_arm, pairs.both) == (1, 1, 2, 2)
     assert (pairs.n, pairs.differing, pairs.fallen, pairs.reference_fallen) == (6, 3, 4, 3)
     assert over.net(values, "candidate") == [0, -1, 1, 1, 0, 0]
-    assert over.edge(values) == [1.0]  # the control never fell over
+    assert over.edge(values) == [1.0]  # the control never diverged
 
 
 def test_the_rate_in_the_middle_is_chosen_by_the_reference_alone():
@@ -192,14 +192,12 @@ def test_losses_are_medians_over_those_that_did_not_blow_up():
 def test_an_edge_and_a_bug_are_said():
     values = seeds_that("rb", "kb", "cb", *["b"] * 15, "rkb", "rcb")
     said = answer(SETTINGS, values).sentence
-    assert "on an edge at learning rate 1: there" in said
+    assert "unstable at learning rate 1: there" in said
     assert "end differently in 3 of 20 seeds" in said
     assert "the candidate (halved) is not told from the reference (p = 1)" in said
     assert "between the two in 3 of 20 cases (15 %, 95 % interval 3 % to 38 %)" in said
     assert "and between reference and control in 3" in said
-    assert (
-        "The bug (doubled) is told (p = 4.6e-05): at 1 it falls over in 20 of 20, the reference in 3" in said
-    )
+    assert "The bug (doubled) is told (p = 4.6e-05): at 1 it diverges in 20 of 20, the reference in 3" in said
 
 
 def test_no_edge_and_a_bug_that_is_not_told():
@@ -215,7 +213,7 @@ def test_no_edge_and_a_bug_that_is_not_told():
 def test_a_candidate_that_is_told():
     values = seeds_that(*["c"] * 12)
     said = answer(SETTINGS, values).sentence
-    assert "the candidate (halved) falls over unlike the reference (p = 0.0015)" in said
+    assert "the candidate (halved) diverges unlike the reference (p = 0.0015)" in said
     found = answer(SETTINGS, values)
     assert "p below 0.01: candidate at 1." in found.tables[0].conclusion
 
@@ -249,13 +247,13 @@ def test_that_nobody_learned_at_the_edge_is_said():
     assert "that did not" not in answer(SETTINGS, values).tables[0].conclusion
     values[1]["runs"][0]["tail"] = [2.1]
     said = answer(SETTINGS, values).tables[0].conclusion
-    assert said.endswith("Of the reference's 2 runs at 1 that did not fall over, 1 learned.")
+    assert said.endswith("Of the reference's 2 runs at 1 that did not diverge, 1 learned.")
 
 
 def test_the_figure_promises_no_more_than_it_shows():
     drawn = [answer(SETTINGS, v).figures[0] for v in (seeds_that("rk", "c", "k"), seeds_that("", ""))]
-    assert drawn[0].title == "Networks of the same function fall over in different seeds"
-    assert drawn[1].title == "Who falls over, by learning rate"
+    assert drawn[0].title == "Networks of the same function diverge in different seeds"
+    assert drawn[1].title == "Which runs diverge, by learning rate"
     accused = answer(SETTINGS, seeds_that("rk", "c", "k", candidate="bug")).figures[0]
     assert accused.title == drawn[1].title
     assert len({as_files(f)["svg"] for f in drawn}) == 2
@@ -283,8 +281,8 @@ def test_an_edge_is_unstable():
 def test_all_falling_alike_is_unstable_without_an_edge():
     found = judged(records(seeds_that("rkc", "rkc"), FUNCTION))
     assert found.verdict is Verdict.UNSTABLE
-    assert "fall" in found.headline
-    assert "edge" not in found.headline
+    assert "diverges" in found.headline
+    assert "training is unstable" not in found.headline
 
 
 def test_nobody_falling_is_round_off():

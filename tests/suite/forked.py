@@ -37,9 +37,14 @@ def import_all() -> None:
     )
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
 def fork(attempt: dict, out: int, err: int) -> int:
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # one that comes early waits for the child's streams
     pid = os.fork()
     if pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return pid
     status = 1  # as Python's own where an error is not caught
     try:
@@ -49,6 +54,7 @@ def fork(attempt: dict, out: int, err: int) -> int:
         os.dup2(out, 1)
         os.dup2(err, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         os.environ.clear()
         os.environ.update(attempt["environment"])
         sys.path[:0] = [attempt["path"]] if attempt["path"] else []

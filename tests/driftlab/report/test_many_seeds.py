@@ -55,14 +55,14 @@ def test_the_table_holds_the_notable_seeds_and_says_which(tmp_path, many):
     assert shown == sorted(set(shown))
     assert {s for s in range(300) if s % 10 == 7} <= set(shown)
     assert len(shown) <= MOST_ROWS
-    assert "An arm fell over in 33 of 300 seeds. Below are these, and those with" in text
+    assert "An arm diverged in 33 of 300 seeds. Below are these, and those with" in text
     assert "267 of 300 finished" in text
     assert "297 of 300 finished" in text
 
 
 def cell(bad=False, loss=1.0, accuracy=0.5, disagreement=0.1):
     measured = {"loss": loss, "accuracy": accuracy, "disagreement": disagreement}
-    return {"arm": "candidate.float32", "word": "fell over" if bad else "finished", "bad": bad} | measured
+    return {"arm": "candidate.float32", "word": "diverged" if bad else "finished", "bad": bad} | measured
 
 
 def test_where_most_fell_over_those_are_shown_of_which_another_arm_did_not():
@@ -70,9 +70,8 @@ def test_where_most_fell_over_those_are_shown_of_which_another_arm_did_not():
     found = notable(rows)
     assert len(found.rows) <= MOST_ROWS
     assert sum(row["seed"] >= 900 for row in found.rows) >= 40
-    assert (
-        "An arm fell over in 1,000 of 1,000 seeds. Below are 40 of these, first those in which another"
-        in (found.sentence)
+    assert "An arm diverged in 1,000 of 1,000 seeds. Below are 40 of these, first those in which another" in (
+        found.sentence
     )
 
 
