@@ -18,7 +18,7 @@ from driftlab.measures import Measure, by_section
 from driftlab.measures.measure import DRIFT, Scale
 from driftlab.measures.weight_distance import MEASURE as WEIGHT_DISTANCE
 
-TITLE = "driftlab: round-off, unstable training, or a bug in the rewrite?"
+TITLE = "driftlab: round-off, unstable training, or a bug in the rewrite"
 
 # float64 stands behind the others, of which W&B shows those that a run has.
 _NARROWER = [precision for precision in TRAINED_IN if precision != "float64"]
@@ -118,7 +118,7 @@ Two networks that should compute the same function are trained in lockstep, next
 reference with one weight moved by one ulp, which differs by rounding and nothing else.
 
 - The candidate drifts as the control does, and 2^-29 times less in float64: **round-off**.
-- The control falls over as the candidate does: **unstable** training.
+- The control diverges as the candidate does: **unstable** training.
 - The candidate leaves its control in float64: a **bug**, in the module and the pass that the verdict names.
 
 Charts are sampled by W&B and leave out NaN and inf; all rows are in `curves.csv`. Column `dataset.stand_in`

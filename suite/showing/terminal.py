@@ -39,7 +39,8 @@ class Terminal:
         self._last_drawn = 0.0
 
     def say(self, text: str) -> None:
-        self.console.print(escape(f"{self._job}{text}"))
+        # in a file a line stays whole: a path that is broken cannot be copied
+        self.console.print(escape(f"{self._job}{text}"), soft_wrap=not self.console.is_terminal)
 
     def plan(self, title: str, lines: Mapping[str, str], *, in_full: bool = True) -> None:
         """A panel; one line for a job of a sweep, which is one of many."""

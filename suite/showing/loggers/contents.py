@@ -20,7 +20,7 @@ EVIDENCE = {
 }
 OUTCOMES = {
     "arm": "arm",
-    "fell_over": "fell over (seeds)",
+    "fell_over": "diverged (seeds)",
     "seeds": "of (seeds)",
     "discordant": "unlike the reference (seeds)",
     "p": "McNemar's exact p against the reference",

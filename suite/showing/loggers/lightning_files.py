@@ -66,13 +66,20 @@ SEEDS = {"tensorboard": TensorBoardSeed, "csv": CsvSeed}
 def log_verdict(
     settings: DictConfig, digest: str, folder: Path, verdict: Mapping, answer: Answer | None, _: object = None
 ) -> dict[str, str]:
-    """The verdict as an event file of its own: summary and tables as text, figures as images."""
+    """The verdict as an event file of its own: summary and tables as text, figures as images.
+
+    The settings are hyperparameters, so that TensorBoard's HParams tab compares experiments; its numbers are
+    the evidence's, by the probe's name.
+    """
     from matplotlib.image import imread
 
     logger = _tensorboard(folder / "verdict")
     writer = logger.experiment
-    writer.add_text("config", _as_yaml(searchable(settings, digest)))
-    writer.add_text("verdict", _as_yaml(verdict_summary(verdict, settings.expected)))
+    config, summary = searchable(settings, digest), verdict_summary(verdict, settings.expected)
+    writer.add_text("config", _as_yaml(config))
+    writer.add_text("verdict", _as_yaml(summary))
+    measured = {e["probe"]: e["measured"] for e in verdict["evidence"] if e["measured"] is not None}
+    logger.log_hyperparams(config | summary, {f"evidence/{name}": n for name, n in measured.items()})
     for name, table in tables(verdict, answer).items():
         writer.add_text(name, "\n".join(_as_markdown(table)))
     for name, (file, _) in figures(folder, answer).items():

@@ -2,6 +2,9 @@
 
 Run ids follow from digest and seed, so that what is run again goes to the same run. ``wandb`` takes seconds
 to import: that is done where a run starts.
+
+Under an agent of W&B's, the run that its sweep planned for this command is the verdict's: a command trains
+several seeds and has one verdict.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from urllib.parse import urlparse
@@ -23,6 +27,9 @@ from driftlab.report.sections import Answer, Table
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.naming import title
 from suite.showing.loggers.contents import figures, searchable, seed_summary, tables, verdict_summary
+
+# What an agent tells the command that it starts: W&B's SDK puts every run of that process in their place.
+_OF_A_SWEEP = ("WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH", "WANDB_RUN_ID")
 
 # Of a finished seed or verdict, into the searchable config: what it was computed on.
 _RECORDED = ("dataset", "environment")
@@ -35,17 +42,18 @@ class SeedRun:
         self, settings: DictConfig, digest: str, seed: int, home: Path, say: Callable[[str], None] = print
     ):
         self._say, self._alerts = say, _alerts(settings)
-        self._run = _start(
-            settings,
-            home,
-            say,
-            resume=None if settings.rerun else "allow",
-            id=f"{digest}-{seed}",
-            name=f"{title(settings)} seed={seed}",
-            group=_group(settings, digest),
-            job_type="seed",
-            config=searchable(settings, digest) | {"seed": seed},
-        )
+        with _outside_a_sweep():
+            self._run = _start(
+                settings,
+                home,
+                say,
+                resume=None if settings.rerun else "allow",
+                id=f"{digest}-{seed}",
+                name=f"{title(settings)} seed={seed}",
+                group=_group(settings, digest),
+                job_type="seed",
+                config=searchable(settings, digest) | {"seed": seed},
+            )
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 
@@ -87,6 +95,8 @@ def log_verdict(
     """
     import wandb
 
+    if "WANDB_SWEEP_ID" in os.environ:
+        wandb.teardown()  # a seed of this process has set W&B up outside of the sweep
     run = _start(
         settings,
         folder / "verdict",
@@ -122,6 +132,15 @@ def _where(run, folder: Path) -> dict[str, str]:
         return {}  # WANDB_MODE=disabled
     runs = f"{shlex.quote(str(folder))}/*/wandb/offline-run-*"
     return {"W&B": f"offline, {runs}", "to sync": f"wandb sync {runs}"}
+
+
+@contextmanager
+def _outside_a_sweep() -> Iterator[None]:
+    hidden = {name: os.environ.pop(name) for name in _OF_A_SWEEP if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def _group(settings: DictConfig, digest: str) -> str:

@@ -159,6 +159,9 @@ def test_tensorboard_shows_tables_and_figures_and_names_no_host(experiment, monk
     assert "| a | 1e-09 |" in text_of(events, "tables/errors")
     assert "\\|a\\| > \\|b\\|" in text_of(events, "evidence")
     assert "layer1.conv" in text_of(events, "verdict")
+    # the settings, in TensorBoard's own tab
+    (start,) = events.PluginTagToContent("hparams").keys() & {"_hparams_/session_start_info"}
+    assert b"digest" in events.PluginTagToContent("hparams")[start]
     assert not [p for p in experiment.rglob("*") if HOST in p.name]
 
 

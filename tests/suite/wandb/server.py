@@ -10,12 +10,13 @@ import gzip
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock, Thread
 from urllib.parse import unquote
 
-ENTITY, KEY = "tester", "0123456789" * 4
+from tests.suite.wandb.answers import Answers, Run
+
+KEY = "0123456789" * 4
 
 
 class _Quiet(ThreadingHTTPServer):
@@ -25,30 +26,7 @@ class _Quiet(ThreadingHTTPServer):
         """A client that hangs up in the middle is no matter of ours."""
 
 
-@dataclass
-class Run:
-    """What a run has sent: ``history`` and ``events`` by the number of the line, ``files`` by name."""
-
-    id: str
-    fields: dict = field(default_factory=dict)
-    history: dict[int, dict] = field(default_factory=dict)
-    summary: dict = field(default_factory=dict)
-    events: dict[int, dict] = field(default_factory=dict)
-    files: dict[str, bytes] = field(default_factory=dict)
-    alerts: list[dict] = field(default_factory=list)
-    exit_code: int | None = None
-    resumed: int = 0
-
-    @property
-    def config(self) -> dict:
-        return {k: v["value"] for k, v in json.loads(self.fields.get("config") or "{}").items()}
-
-    @property
-    def rows(self) -> list[dict]:
-        return [self.history[line] for line in sorted(self.history)]
-
-
-class Server:
+class Server(Answers):
     """As ``with Server() as server``; ``server.environment`` points the SDK at it.
 
     Attributes:
@@ -58,8 +36,7 @@ class Server:
     """
 
     def __init__(self) -> None:
-        self.runs: dict[str, Run] = {}
-        self.artifacts: dict[str, dict] = {}
+        super().__init__()
         self.unanswered: list[str] = []
         self.trouble: Callable[[str, str], int | None] = lambda path, operation: None
         self._lock = Lock()
@@ -130,14 +107,6 @@ class Server:
             files[unquote(name)] = body
         return {"exitcode": None, "limits": {}}
 
-    def run(self, ending: str) -> Run:
-        """The only one whose name ends so, ``-0`` that of seed 0."""
-        (found,) = (run for run in self.runs.values() if run.id.endswith(ending))
-        return found
-
-    def _run(self, name: str) -> Run:
-        return self.runs.setdefault(name, Run(name))
-
     def _stream(self, run: Run, sent: dict) -> None:
         for name, part in (sent.get("files") or {}).items():
             lines = {part["offset"] + i: json.loads(text) for i, text in enumerate(part["content"])}
@@ -150,86 +119,9 @@ class Server:
         if sent.get("complete"):
             run.exit_code = sent.get("exitcode")
 
-    def _on_viewer(self, given: dict) -> dict:
-        who = {"id": "u", "entity": ENTITY, "username": ENTITY, "name": ENTITY, "email": "", "flags": "{}"}
-        return {"viewer": who | {"admin": False, "teams": {"edges": []}, "apiKeys": {"edges": []}}}
-
-    def _on_upsert_bucket(self, given: dict) -> dict:
-        inserted = given["name"] not in self.runs
-        run = self._run(given["name"])
-        run.fields |= {key: value for key, value in given.items() if value is not None}
-        return {"upsertBucket": {"bucket": self._bucket(run), "inserted": inserted}}
-
-    def _bucket(self, run: Run) -> dict:
-        project = {"id": "p", "name": run.fields["project"], "entity": {"id": "e", "name": ENTITY}}
-        return {
-            **{"id": f"id-{run.id}", "name": run.id, "displayName": run.fields.get("displayName")},
-            **{"description": None, "config": run.fields.get("config"), "sweepName": run.fields.get("sweep")},
-            **{"project": project, "historyLineCount": len(run.history)},
-        }
-
-    def _on_run_resume_status(self, given: dict) -> dict:
-        run = self.runs.get(given["name"])
-        project = {"id": "p", "name": given["project"], "entity": {"id": "e", "name": ENTITY}}
-        if run is None:
-            return {"model": project | {"bucket": None}}
-        run.resumed += 1
-        bucket = self._bucket(run) | {
-            **{"historyLineCount": len(run.history), "eventsLineCount": len(run.events), "logLineCount": 0},
-            **{"historyTail": _tail(run.history), "eventsTail": _tail(run.events)},
-            **{"summaryMetrics": json.dumps(run.summary), "config": run.fields.get("config"), "tags": []},
-            "wandbConfig": json.dumps({"t": 1}),
-        }
-        return {"model": project | {"bucket": bucket}}
-
-    def _on_organization_core_weave_organization_id(self, given: dict) -> dict:
-        return {"entity": {"organization": {"coreWeaveOrganizationId": None}}}
-
-    def _on_notify_scriptable_run_alert(self, given: dict) -> dict:
-        self._run(given["runName"]).alerts.append(given)
-        return {"notifyScriptableRunAlert": {"success": True}}
-
-    def _on_create_run_files(self, given: dict) -> dict:
-        files = [{"name": n, "uploadUrl": self._upload(given["run"], n)} for n in given["files"]]
-        return {"createRunFiles": {"runID": f"id-{given['run']}", "uploadHeaders": [], "files": files}}
-
-    def _on_server_features_query(self, given: dict) -> dict:
-        return {"serverInfo": {"features": []}}
-
-    def _on_artifact_type(self, given: dict) -> dict:
-        return {"project": {"artifact": None}}
-
-    def _on_create_artifact(self, given: dict) -> dict:
-        name = f"artifact-{given['artifactCollectionName']}"
-        self.artifacts[name] = {"asked": given, "files": {}, "committed": False}
-        made = {"id": name, "state": "PENDING", "artifactSequence": {"latestArtifact": None}}
-        return {"createArtifact": {"artifact": made}}
-
-    def _on_create_artifact_manifest(self, given: dict) -> dict:
-        file = {"id": "f", "uploadUrl": self._upload(given["artifactID"], given["name"]), "uploadHeaders": []}
-        return {"createArtifactManifest": {"artifactManifest": {"id": "m", "file": file}}}
-
-    def _on_create_artifact_files(self, given: dict) -> dict:
-        none = {"storagePath": None, "uploadHeaders": [], "uploadMultipartUrls": None}
-        files = [(f["artifactID"], f["name"]) for f in given["artifactFiles"]]
-        nodes = [none | {"uploadUrl": self._upload(i, n), "artifact": {"id": i}} for i, n in files]
-        return {"createArtifactFiles": {"files": {"edges": [{"node": node} for node in nodes]}}}
-
-    def _on_commit_artifact(self, given: dict) -> dict:
-        self.artifacts[given["artifactID"]]["committed"] = True
-        return {"commitArtifact": {"artifact": {"id": given["artifactID"], "digest": "d"}}}
-
-    def _upload(self, owner: str, name: str) -> str:
-        return f"{self.url}/upload/{owner}/{name}"
-
 
 def _in_snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()
-
-
-def _tail(lines: dict[int, dict]) -> str:
-    """The last line, as the SDK reads it: JSON of a list of JSON."""
-    return json.dumps([json.dumps(lines[max(lines)])] if lines else [])
 
 
 def _given(asked: dict) -> dict:

@@ -11,7 +11,8 @@ import pytest
 
 from driftlab.record.seed_record import read_table
 from tests.suite.conftest import ROOT
-from tests.suite.wandb.server import ENTITY, Server
+from tests.suite.wandb.answers import ENTITY
+from tests.suite.wandb.server import Server
 
 pytestmark = pytest.mark.slow
 
