@@ -106,7 +106,7 @@ def _rates_table(values: Values) -> Table:
     told = {arm: [f"{r:g}" for r in rates if over.is_told(p[arm, r])] for arm in over.COMPARED}
     where = ", ".join(f"{arm} at {listed(found)}" for arm, found in told.items() if found)
     said = (
-        "Fell over: NaN or inf, or a final loss above twice the first; learned: one below the first. "
+        "Diverged: NaN or inf, or a final loss above twice the first; learned: one below the first. "
         f"p: McNemar's exact test on the seeds, corrected for all {len(p)} (Holm). p below {SIGNIFICANT:g}: "
         f"{where or 'nowhere'}."
     )
