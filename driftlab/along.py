@@ -60,7 +60,7 @@ def look_on_the_spot(
     """
     times = times_the_controls(rows, found)
     try:
-        found_there = part_of_a_training(diagnosed(pair, batches, len(batches) - 1))
+        found_there = part_of_a_training(diagnosed(pair.as_held(), batches, len(batches) - 1))
         judgement = judge([found_there]).begun_at(begins)
     except DiagnoseError as error:
         return PROBE.finding(

@@ -34,7 +34,7 @@ from driftlab.network.compiled import eager
 from driftlab.network.lightning_module import as_network, is_lightning
 from driftlab.network.loss import Loss, loss_in
 from driftlab.network.otherwise import accumulating, gathered, is_trained_on, takes
-from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
+from driftlab.network.pair import Pair, Rewrite, judged_in, precision_in, the_pair
 from driftlab.precision import FLOAT32, Precision, trained_in
 from driftlab.probes import every_probe
 from driftlab.probes.examination import Examination, examine
@@ -180,8 +180,9 @@ def diagnose(
             something else (another layout, no mask); as the reference where None.
         candidate_loss: ``candidate_loss(outputs, targets)``, where the candidate is trained on another one (a
             fused cross-entropy on hidden states); ``loss`` where None.
-        precision: "bf16-mixed" or "16-mixed" where the two run under ``torch.autocast``: the probes then ask
-            of the code as it runs there, and the lockstep window trains in it too.
+        precision: "bf16-mixed" or "16-mixed" where the two run under ``torch.autocast``, "bf16-true" where
+            weights and batches are bfloat16: the probes then ask of the code as it runs there, and the
+            lockstep window trains in it too. That of the reference's weights where None.
 
     A LightningModule is taken with its own ``training_step`` and ``configure_optimizers``, on the batches of
     its DataLoader as they come, where neither ``loss`` nor an optimizer is given; ``candidate`` then makes
@@ -202,8 +203,8 @@ def diagnose(
             reference, candidate, loss = own.reference, own.candidate, own.loss
             batches, scheduler = own.batches(batches), scheduler or own.scheduler
             of_module = by = stepping("configure_optimizers", own.optimizer)
-        run_in = trained_in(precision)
-        both = the_pair(reference, candidate, fold)
+        run_in = precision_in(precision, reference, trained_in)
+        both = the_pair(reference, candidate, fold, run_in)
         if not isinstance(trains, bool):
             raise DiagnoseError(f"trains is a {type(trains).__name__}: give True or False")
         steps = the_steps(steps, *both[:2])

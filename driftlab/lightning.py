@@ -14,7 +14,7 @@ from driftlab.diagnosis import Diagnosis
 from driftlab.extras import extra
 from driftlab.network.lightning_module import Step, configured, its_own
 from driftlab.network.pair import Rewrite
-from driftlab.precision import PRECISIONS
+from driftlab.precision import FLOAT32, TRAINED_IN
 from driftlab.words import DiagnoseError
 
 with extra("lightning"):
@@ -114,14 +114,13 @@ class Watch(lightning.Callback):
             logger.log_metrics(shown, step=trainer.global_step)
 
 
-def _precision(trainer: lightning.Trainer) -> str | None:
-    """As ``driftlab.watching`` takes it; None, which is float32, of any that it does not take."""
-    known = PRECISIONS.get(trainer.precision)
-    if known and known.autocast:
-        return known.name
+def _precision(trainer: lightning.Trainer) -> str:
+    """As ``driftlab.watching`` takes it; float32 of any that it does not take."""
+    if trainer.precision in TRAINED_IN:
+        return trainer.precision
     if trainer.precision not in ("32-true", "64-true"):
         rank_zero_warn(f"driftlab: looks are taken in float32 and float64, not in {trainer.precision}")
-    return None
+    return FLOAT32.name
 
 
 def _clips(trainer: lightning.Trainer) -> float | Callable[[Iterable[nn.Parameter]], object] | None:

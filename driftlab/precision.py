@@ -82,16 +82,26 @@ PRECISIONS = {
 }
 
 
-def trained_in(name: object) -> Precision:
-    """The one of this name in which weights are float32, that one where it is None.
+# What networks are trained in, float32 and float64 always among them: nobody trains weights of float16.
+TRAINED_IN = tuple(name for name in PRECISIONS if name != "16-true")
+
+
+def trained_in(name: object, handed_over: torch.dtype) -> Precision:
+    """The one of this name in which a network is trained; where it is None as ``precision_of`` has it.
 
     Raises:
-        DiagnoseError: there is none.
+        DiagnoseError: there is none of this name, or no network is trained in it.
     """
-    known = [p.name for p in PRECISIONS.values() if p.dtype is torch.float32]
-    if name is not None and name not in known:
-        raise DiagnoseError(f"precision is {shown(name)}: give one of {', '.join(known)}, or None")
-    return FLOAT32 if name is None else PRECISIONS[name]
+    known = ", ".join(p for p in TRAINED_IN if p != "float64")
+    if name is not None and name not in known.split(", "):
+        raise DiagnoseError(f"precision is {shown(name)}: give one of {known}, or None")
+    found = precision_of(name, handed_over)
+    if found.name not in TRAINED_IN:
+        raise DiagnoseError(
+            "the reference is in float16, in which no network trains: hand it over in float32 with "
+            'precision="16-mixed", or ask assert_equivalent'
+        )
+    return found
 
 
 def precision_of(name: object, handed_over: torch.dtype) -> Precision:

@@ -31,7 +31,7 @@ from driftlab.diagnosis import Diagnosis, made_pair, of_pair
 from driftlab.lockstep.carried import Carried
 from driftlab.lockstep.window import Batch
 from driftlab.network.otherwise import accumulating, gathered
-from driftlab.network.pair import Pair, Rewrite, judged_in, the_pair
+from driftlab.network.pair import Pair, Rewrite, judged_in, precision_in, the_pair
 from driftlab.precision import trained_in
 from driftlab.process import measuring
 from driftlab.record.seed_record import Row
@@ -142,7 +142,7 @@ class Watch:
         self.updates = whole_number("updates", updates, 1, 10_000)
         self.accumulate, self.gathered = whole_number("accumulate", accumulate, 1), 0
         self._options: dict[str, Any] = {
-            "precision": trained_in(precision),
+            "precision": precision_in(precision, model, trained_in),
             "clip": clipped_by(clip),
             "candidate_inputs": candidate_inputs,
             "candidate_loss": candidate_loss,
@@ -250,10 +250,10 @@ class Watch:
     def _look(self, step: int) -> Diagnosis:
         """The diagnosis of a pair that begins where the training is."""
         with torch.inference_mode(False), torch.enable_grad(), told("watching stops", outermost=True):
-            both = the_pair(self.model, self.candidate, self.fold)
+            run_in = self._options["precision"]
+            both = the_pair(self.model, self.candidate, self.fold, run_in)
             carried = Carried(self.optimizer, self.model, *both[1:])
             by = self._as_configured(both) or (carried.of_reference, carried.of_candidate)
-            run_in = self._options["precision"]
             batches = the_batches(list(self._batches), len(self._batches))
             options = self._options | {"judged": judged_in(self.model, run_in)}
             pair = made_pair(both, batches[0], self.loss, by, self.seed, **options)

@@ -17,9 +17,10 @@ from torch.nn import functional as F
 
 from bench.low_precision.case import Case, cases
 from driftlab.fold import find_fold
-from driftlab.lockstep.arm import TRAINED_IN, Arm, grow
+from driftlab.lockstep.arm import Arm, grow
 from driftlab.lockstep.loop import Lockstep
 from driftlab.network.calling import calling, named_leaves
+from driftlab.precision import TRAINED_IN
 from driftlab.record.seed_record import SeedRecord
 from driftlab.rounding import BESIDE_16_BITS
 from driftlab.verdict.in_16_bits import asked_in_16_bits

@@ -327,13 +327,13 @@ def whole_network(
 
 
 def on_batch(pair: Pair, batch: tuple[object, object]) -> Recorded:
-    """What both networks are given; without a loss nothing is sent back."""
+    """What both networks are given, in the dtype of their precision; without a loss nothing is sent back."""
     if pair.loss is None:
         return forward_alone(pair, batch[0])
-    return whole_network(pair.call, pair.loss, *batch, pair.precision)
+    return whole_network(pair.call, pair.loss, *cast(tuple(batch), pair.precision.dtype), pair.precision)
 
 
 def forward_alone(pair: Pair, inputs: object) -> Recorded:
     """The inputs of a batch, for which nothing is sent back."""
     by = {"call": lambda module, args, _: pair.call(module, args[0]), "precision": pair.precision}
-    return Recorded((inputs,), **by)
+    return Recorded((cast(inputs, pair.precision.dtype),), **by)

@@ -21,11 +21,9 @@ from driftlab.blame import theirs
 from driftlab.fold.layout import AnyFold
 from driftlab.lockstep.control import IN_16_BITS, ONE_WEIGHT, Control
 from driftlab.network.calling import copied
-from driftlab.network.pair import in_its_own_mode
+from driftlab.network.pair import dtype_of, in_its_own_mode
 from driftlab.precision import PRECISIONS, Precision
 
-# Weights of float16 are moved by no update that is smaller than a thousandth of them: nobody trains them.
-TRAINED_IN = tuple(name for name in PRECISIONS if name != "16-true")
 ROLES = ("reference", "candidate", "control")
 
 
@@ -138,14 +136,18 @@ def make_arm(
     scheduler: Callable[[Optimizer], LRScheduler | None] | None = None,
     clip: Callable[[nn.Module], object] | None = None,
     device: torch.device | str | None = None,
+    as_it_is: bool | None = None,
 ) -> Arm:
     """An arm of a copy of ``network``, compared with nothing yet.
 
-    A candidate may keep some weights in fewer bits: where weights are float32 they stay as they are.
+    Args:
+        as_it_is: whether each weight keeps its dtype. None: a candidate's where weights are float32, since it
+            may keep some in fewer bits.
     """
     held = PRECISIONS[dtype].dtype
-    keep = role == "candidate" and held is torch.float32
-    module = copied(network).to(device=device, dtype=None if keep else held)
+    if as_it_is is None:
+        as_it_is = role == "candidate" and held is torch.float32
+    module = copied(network).to(device=device, dtype=None if as_it_is else held)
     in_its_own_mode(module)
     steps = theirs(optimizer, module)
     moves = scheduler(steps) if scheduler else None
@@ -170,7 +172,8 @@ def grow(
     """The tree of arms, each behind the one that it is compared with.
 
     Args:
-        reference, candidate: float32 networks that start from the same weights; they are copied.
+        reference, candidate: networks in float32, or as they are handed over in bfloat16, that start from
+            the same weights; they are copied.
         optimizer: makes an arm's optimizer of its network; ``candidate_optimizer`` the
             candidate's, if it differs.
         horizons: for each precision the number of updates, for example ``{"float32": 200, "float64": 40}``.
@@ -182,9 +185,11 @@ def grow(
         float64_candidate: False for a candidate that cannot run in float64.
     """
     arms: list[Arm] = []
-    wider, controls = None, list(controls)
+    wider, controls, handed_over = None, list(controls), dtype_of(reference)
     for dtype in sorted(horizons, key=lambda d: PRECISIONS[d].bits, reverse=True):
         horizon, shared = horizons[dtype], {"scheduler": scheduler, "clip": clip, "device": device}
+        if handed_over is not torch.float32:  # a norm of float32 stays one among weights of bfloat16
+            shared["as_it_is"] = handed_over is PRECISIONS[dtype].dtype
         own = make_arm("reference", dtype, reference, optimizer, horizon, **shared)
         own.against = wider
         if not own.precision.in_16_bits:

@@ -71,9 +71,8 @@ class Pair:
         self.changed = changed_by(REWRITE)
 
     def trained_in(self, others: Sequence[str] = ("float64", "float32")) -> tuple[str, ...]:
-        """``others``, and its own precision where weights of float32 are trained in 16 bits."""
-        mixed = self.precision.in_16_bits and self.precision.dtype is torch.float32
-        return (*others, self.precision.name) if mixed else (*others,)
+        """``others``, and its own precision where that is one of 16 bits."""
+        return (*others, self.precision.name) if self.precision.in_16_bits else (*others,)
 
     def comparable(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The fold, less the parameters that the candidate writes otherwise: they never were equal."""
@@ -91,9 +90,20 @@ class Pair:
         mine, theirs = (copied(m).eval() for m in (self.reference, self.candidate))
         return replace(self, reference=mine, candidate=theirs, loss=None)
 
+    def as_held(self) -> Pair:
+        """Of networks in float32: with weights as the precision holds them."""
+        dtype = self.precision.dtype
+        if dtype is torch.float32:  # a candidate may hold some of its weights otherwise
+            return self
+        return replace(self, reference=self.reference.to(dtype), candidate=self.candidate.to(dtype))
+
     def in_step(self, reference: nn.Module, candidate: nn.Module) -> Pair:
-        """The pair at another point of its training, both on the candidate's weights and buffers."""
-        reference, candidate = without_gradients(reference), without_gradients(candidate)
+        """The pair at another point of its training, both on the candidate's weights and buffers.
+
+        They are given in float32, and held in the dtypes of this pair's.
+        """
+        reference = held_like(without_gradients(reference), self.reference)
+        candidate = held_like(without_gradients(candidate), self.candidate)
         given = self.fold(floating_tensors(candidate))
         with torch.no_grad():
             for name, tensor in floating_tensors(reference).items():
@@ -134,6 +144,14 @@ def without_gradients(module: nn.Module) -> nn.Module:
     twin = copied(module)
     theirs(twin.zero_grad, set_to_none=True)
     return twin
+
+
+def held_like(module: nn.Module, other: nn.Module) -> nn.Module:
+    """``module`` with its floating tensors in the dtypes that those of ``other`` have, by name."""
+    dtypes = {name: tensor.dtype for name, tensor in floating_tensors(other).items()}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
+    return module
 
 
 def the_pair(
@@ -178,9 +196,18 @@ def dtype_of(network: nn.Module) -> torch.dtype:
     return next((p.dtype for p in network.parameters() if p.is_floating_point()), torch.float32)
 
 
-def precision_in(name: object, reference: object) -> Precision:
-    """The precision of this name; where it is None that of the reference's weights. Raises DiagnoseError."""
-    return precision_of(name, dtype_of(reference) if isinstance(reference, nn.Module) else torch.float32)
+def precision_in(
+    name: object, reference: object, chosen: Callable[[object, torch.dtype], Precision] = precision_of
+) -> Precision:
+    """The precision of this name; where it is None that of the reference's weights.
+
+    Args:
+        chosen: ``precision_of``, or ``trained_in`` where the two are to be trained.
+
+    Raises:
+        DiagnoseError: there is none.
+    """
+    return chosen(name, dtype_of(reference) if isinstance(reference, nn.Module) else torch.float32)
 
 
 def judged_in(reference: nn.Module, precision: Precision = FLOAT32) -> str:

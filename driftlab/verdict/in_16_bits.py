@@ -73,10 +73,10 @@ def _from_float32(records: Sequence[SeedRecord], dtype: str) -> Evidence:
     if not (starts := [s for s in starts if s is not None]):
         return probe.not_applicable("no seed was trained in both", dtype=dtype).evidence
     parted = [_parts_at(record, arm) for record in records]
-    steps = ", ".join("never" if step is None else str(step) for step in parted)
+    steps = ", ".join("no step" if step is None else f"step {step}" for step in parted)
     n = f"{len(starts)} seed{'s' * (len(starts) > 1)}"
     reading = f"outputs {median(starts):.2g} apart before any update (median of {n}); losses part by "
-    return probe.evidence(median(starts), None, f"{reading}{PARTED:.0%} at step {steps}", dtype=dtype)
+    return probe.evidence(median(starts), None, f"{reading}{PARTED:.0%} at {steps}", dtype=dtype)
 
 
 def _parts_at(record: SeedRecord, arm: str) -> int | None:

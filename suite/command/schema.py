@@ -16,7 +16,8 @@ from annotated_types import Ge, Gt, Le, Len, Lt
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError, core_schema
 
-from driftlab.lockstep.arm import ROLES, TRAINED_IN
+from driftlab.lockstep.arm import ROLES
+from driftlab.precision import TRAINED_IN
 from driftlab.words import Verdict
 from suite.command.command_line import choices
 from suite.command.idle_rules import Idle, TakenAs

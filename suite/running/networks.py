@@ -147,7 +147,7 @@ def build_arms(
     if pair:
         pair.reference.to(settings.device)
         pair.candidate.to(settings.device)
-    return arms, pair
+    return arms, pair and pair.as_held()
 
 
 def _rewritten(settings: DictConfig, reference: nn.Module, seed: int, inputs: object) -> Pair:
@@ -175,9 +175,12 @@ def make_pair(
 
 
 def probed_in(settings: DictConfig) -> Precision:
-    """In which probes and local windows ask of the code: a mixed precision, where arms train in one."""
-    mixed = (PRECISIONS[d] for d in settings.dtypes if PRECISIONS[d].autocast)
-    return next(mixed, FLOAT32)
+    """In which probes and local windows ask of the code: the first of 16 bits that arms train in.
+
+    A mixed one before one that holds weights in 16 bits: more trainings run in it.
+    """
+    in_16_bits = [found for d in settings.dtypes if (found := PRECISIONS[d]).in_16_bits]
+    return next((p for p in in_16_bits if p.autocast), next(iter(in_16_bits), FLOAT32))
 
 
 def make_arm(settings: DictConfig, role: str, dtype: str, network: nn.Module, horizon: int) -> Arm:

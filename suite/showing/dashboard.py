@@ -13,10 +13,10 @@ import wandb_workspaces.reports.v2 as wr
 import wandb_workspaces.workspaces as ws
 from wandb_workspaces import expr
 
-from driftlab.lockstep.arm import TRAINED_IN
 from driftlab.measures import Measure, by_section
 from driftlab.measures.measure import DRIFT, Scale
 from driftlab.measures.weight_distance import MEASURE as WEIGHT_DISTANCE
+from driftlab.precision import TRAINED_IN
 
 TITLE = "driftlab: round-off, unstable training, or a bug in the rewrite"
 

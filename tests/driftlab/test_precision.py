@@ -177,11 +177,72 @@ def test_a_diagnosis_asks_of_the_code_under_autocast(block, precision):
     assert diagnose(block, cast_twice, batches(), steps=2).verdict != "bug"  # in float32 there is none
 
 
-def test_a_training_is_in_none_of_16_bits(block):
-    with pytest.raises(DiagnoseError, match="precision is 'bf16-true': give one of float32, bf16-mixed"):
-        diagnose(block, halved, batches(), steps=2, precision="bf16-true")
-    with pytest.raises(DiagnoseError, match="precision is 'bf16-true'"):
-        watching(block, halved, torch.optim.SGD(block.parameters(), 0.1), precision="bf16-true")
+def in_bfloat16(model):
+    return model.bfloat16(), [(x.bfloat16(), y) for x, y in batches()]
+
+
+def evidence(found, probe):
+    return next(e for e in found.evidence if e.probe == probe)
+
+
+def test_a_network_in_bfloat16_is_diagnosed_as_what_it_is(block):
+    model, given = in_bfloat16(block)
+    found = diagnose(model, halved, given, steps=3)
+    assert found.verdict == "round_off"
+    assert "bf16-true path" in evidence(found, "function").reading
+    assert evidence(found, "bf16-true_pair").supports == "round_off"
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    by_name = diagnose(Block().float(), halved, batches(), steps=2, precision="bf16-true")
+    assert by_name.verdict == "round_off"
+    in_float32 = diagnose(model, halved, given, steps=2, precision="float32")
+    assert "bf16-true_pair" not in {e.probe for e in in_float32.evidence}
+
+
+def test_a_network_in_bfloat16_has_its_faults_named(block):
+    model, given = in_bfloat16(block)
+    found = diagnose(model, lambda m: with_factor(m, 1 + 1e-5), given, steps=2)
+    assert (found.verdict, found.where.module) == ("bug", "norm")
+
+    def few(m):
+        m.down = Loop(m.down)
+        return m
+
+    found = diagnose(model, few, given, steps=2)
+    assert (found.verdict, found.where.module) == ("reduced_precision", "down")
+
+
+class KeepsItsNorm(nn.Module):
+    """Weights of bfloat16 around a norm whose weights, and arithmetic, are float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(WIDTH, 128), nn.LayerNorm(128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        h = self.up(x)
+        return self.down(self.norm(h.to(self.norm.weight.dtype)).to(h.dtype))
+
+
+def test_a_norm_of_float32_stays_one_among_weights_of_bfloat16():
+    torch.manual_seed(0)
+    model, seen = KeepsItsNorm().bfloat16(), []
+    model.norm.float()
+    model.norm.register_forward_pre_hook(lambda m, args: seen.append((m.weight.dtype, args[0].dtype)))
+    found = diagnose(model, halved, [(x.bfloat16(), y) for x, y in batches()], steps=2)
+    assert found.verdict in ("round_off", "bit_identical")
+    assert set(seen) == {(torch.float32,) * 2, (torch.float64,) * 2}
+
+
+def test_no_training_is_in_float16(block):
+    for given in ("16-true", 16):
+        with pytest.raises(DiagnoseError, match="give one of float32, bf16-mixed, 16-mixed, bf16-true"):
+            diagnose(block, halved, batches(), steps=2, precision=given)
+    for judge in (
+        lambda: diagnose(block.half(), halved, batches(), steps=2),
+        lambda: watching(block.half(), halved, torch.optim.SGD(block.parameters(), 0.1)),
+    ):
+        with pytest.raises(DiagnoseError, match='hand it over in float32 with precision="16-mixed"'):
+            judge()
 
 
 class Rotary(nn.Module):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from driftlab.lockstep.arm import TRAINED_IN
+from driftlab.precision import TRAINED_IN
 from suite.command.configuration import steps_in
 from suite.running.costs import Cost, Sketch, float64_choice, forecast
 from suite.running.local_choice import local_choice
@@ -37,6 +37,15 @@ def test_every_role_is_trained_and_judged_in_them(judged, tmp_path):
                 assert float(row[f"loss/{role}.{precision}"]) > 0
     assert "bf16-mixed path" in evidence(said, "function")["reading"]
     assert not [c for c in rows_of(tmp_path)[0] if c.startswith("skipped_updates")]
+
+
+def test_where_weights_are_bfloat16_the_probes_ask_of_that(judged, tmp_path):
+    more = ["dtypes=[float32,float64,bf16-true]", "local={windows: [1], updates: 2}"]
+    said = judged("+experiment=split_conv", *TRAINING[:-1], *more)
+    assert said["verdict"] == "round_off"
+    assert "bf16-true path" in evidence(said, "function")["reading"]
+    assert evidence(said, "last_step")["measured"] < 2**14
+    assert all(float(row["loss/candidate.bf16-true"]) > 0 for row in rows_of(tmp_path, "local.csv"))
 
 
 def test_a_local_window_follows_the_mixed_precision_too(judged, tmp_path):
