@@ -188,6 +188,29 @@ def _bare(overrides: list[str], images: Images, seeds: int) -> float:
     return spent
 
 
+# Of a network of width 8 or more.
+FIVE = [f"{{target: models.rewrites.split_conv.split_conv, options: {{dim: {d}, parts: {n}}}}}"
+        for d, n in (("out", 2), ("out", 4), ("out", 8), ("in", 2), ("in", 4))]  # fmt: skip
+
+
+def together(overrides: list[str], seeds: int, repeats: int) -> list[float]:
+    """Processor time of five rewrites in one command over that of five commands, in turns."""
+    ratios = []
+    for repeat in range(repeats):
+        sides = [lambda: _of_rewrites(overrides, seeds, [FIVE]), lambda: _of_rewrites(overrides, seeds, FIVE)]
+        found = {side: sides[side]() for side in ((0, 1) if repeat % 2 else (1, 0))}
+        ratios.append(found[0] / found[1])
+    return ratios
+
+
+def _of_rewrites(overrides: list[str], seeds: int, commands: list[list[str] | str]) -> float:
+    began = _children()
+    for rewrites in commands:
+        given = ", ".join(rewrites) if isinstance(rewrites, list) else rewrites
+        _command([f"rewrites=[{given}]", *overrides], seeds)
+    return _children() - began
+
+
 def command_seconds(arguments: list[str], repeats: int) -> float:
     """Median wall time of a command from start to exit."""
     times = []
@@ -222,8 +245,14 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*", help="settings as for train.py, for example steps=40")
     parser.add_argument("--seeds", type=int, default=4, help="of the whole command")
     parser.add_argument("--whole", action="store_true", help="the whole command alone")
+    parser.add_argument("--rewrites", action="store_true", help="five rewrites in one command alone")
     options = parser.parse_args()
     common = [f"scale={options.scale}", f"data={options.data}", f"logger={options.logger}"]
+    if options.rewrites:
+        ratios = together([*common, *options.overrides], options.seeds, options.repeats)
+        spread = f"n = {len(ratios)}, {min(ratios):.3f}..{max(ratios):.3f}"
+        print(f"five rewrites in one command over five commands: {median(ratios):.3f} ({spread})")
+        return 0
     say_whole([*common, *options.overrides], options.seeds, options.repeats)
     if options.whole:
         return 0

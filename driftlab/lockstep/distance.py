@@ -63,9 +63,12 @@ class Layout:
 
 
 class Folded:
-    """The arms' vectors at one step, each made once, since several arms are compared with the same one."""
+    """The arms' vectors at one step, each made once, since several arms are compared with the same one.
 
-    def __init__(self, layouts: dict[tuple[str, str], Layout]):
+    By the arm itself, not its name: two candidates beside one reference have the same.
+    """
+
+    def __init__(self, layouts: dict[tuple[int, str], Layout]):
         self._layouts, self._vectors = layouts, {}
 
     def distance(self, arm: Arm, kind: str) -> Tensor | None:
@@ -87,12 +90,12 @@ class Folded:
         return relative_distance(flat(own[n] for n in names), flat(other[n] for n in names))
 
     def _layout(self, arm: Arm, kind: str) -> Layout:
-        if (arm.name, kind) not in self._layouts:
-            self._layouts[arm.name, kind] = Layout(arm, kind)
-        return self._layouts[arm.name, kind]
+        if (id(arm), kind) not in self._layouts:
+            self._layouts[id(arm), kind] = Layout(arm, kind)
+        return self._layouts[id(arm), kind]
 
     def vector(self, arm: Arm, kind: str) -> Tensor:
         """Its tensors of that kind, in the reference's order, in one float64 vector on the device."""
-        if (arm.name, kind) not in self._vectors:
-            self._vectors[arm.name, kind] = self._layout(arm, kind).vector()
-        return self._vectors[arm.name, kind]
+        if (id(arm), kind) not in self._vectors:
+            self._vectors[id(arm), kind] = self._layout(arm, kind).vector()
+        return self._vectors[id(arm), kind]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from driftlab.lockstep.loop import Lockstep
+from driftlab.lockstep.together import Together
 
 GetBatch = Callable[[int], tuple[Tensor, Tensor]]
 
@@ -35,7 +36,7 @@ class AllArms(torch.optim.Optimizer):
     Lightning counts a step for every optimizer that it knows of (Lightning #17958), so it is shown one.
     """
 
-    def __init__(self, lockstep: Lockstep):
+    def __init__(self, lockstep: Lockstep | Together):
         self._lockstep, self.next_step = lockstep, 0
         super().__init__([p for arm in lockstep.arms for p in arm.module.parameters()], {})
 
@@ -96,7 +97,7 @@ class LockstepModule(lightning.LightningModule):
     and ours stay where they and their batches are made.
     """
 
-    def __init__(self, lockstep: Lockstep, get_batch: GetBatch):
+    def __init__(self, lockstep: Lockstep | Together, get_batch: GetBatch):
         super().__init__()
         self.automatic_optimization = False
         self.lockstep, self.get_batch = lockstep, get_batch

@@ -13,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ class Lockstep:
         logged: which steps leave a row; the last step of every arm always does.
         call: how a module takes its inputs.
         outputs: which output of the candidate stands for which of the reference's.
+        beside: another lockstep, which has some of these very arms and takes each step first: what it saw of
+            them is taken from it. So several candidates train beside one reference.
 
     Attributes:
         rows: step -> column -> value, columns named as in ``curves.csv``; complete up to the last flush.
@@ -71,14 +74,21 @@ class Lockstep:
         logged: Callable[[int], bool] | None = None,
         call: Call = whole,
         outputs: Outputs | None = None,
+        beside: Lockstep | None = None,
     ):
         self.arms, self.loss, self.seed, self.call = list(arms), loss, seed, call
         self.outputs = outputs or Outputs()
         self.rows: dict[int, Row] = {}
-        self.layouts: dict[tuple[str, str], Layout] = {}
+        self.layouts: dict[tuple[int, str], Layout] = beside.layouts if beside else {}
+        others = {id(arm) for arm in beside.arms} if beside else set()
+        self._own = [arm for arm in self.arms if id(arm) not in others]
+        self._shared = {arm.name for arm in self.arms if id(arm) in others}
+        self._beside, self._look, self._is_followed = beside, _Look(), False
+        if beside:
+            beside._is_followed = True
         self._sides: dict[str, KinkSides] = {}
         self._draws: dict[tuple[str, bool], Draws] = defaultdict(Draws)
-        self._logged = logged or (lambda step: True)
+        self.logged = logged or (lambda step: True)
         self._losses = {arm.name: _loss_of(arm, loss) for arm in self.arms}
         self._compared = {measure.name: measure.compared for measure in measures_at(Moment.STEP)}
         self._pending: list[tuple[int, list[str], Tensor]] = []
@@ -91,7 +101,7 @@ class Lockstep:
         return max(arm.horizon for arm in self.arms)
 
     def is_logged(self, step: int) -> bool:
-        return self._logged(step) or any(step == arm.horizon for arm in self.arms)
+        return self.logged(step) or any(step == arm.horizon for arm in self.arms)
 
     def live(self, step: int) -> list[Arm]:
         return [arm for arm in self.arms if arm.measured_at(step)]
@@ -100,15 +110,16 @@ class Lockstep:
         """Run every living arm on the batch, leave its gradients, and measure where the step is logged."""
         # the loss tells at every step whether the arm has blown up
         measures = measures_at(Moment.STEP) if self.is_logged(step) else (LOSS,)
-        folded, seen, measured = Folded(self.layouts), {}, {}
-        for arm in self.live(step):
-            seen[arm.name] = self._named(self._run(arm, folded, step, inputs, targets), seen)
-            measured |= _measured(measures, arm, seen)
-        self._keep(step, measured)
+        look = self._begun()
+        for arm in (a for a in self._own if a.measured_at(step)):
+            seen = self._run(arm, look.folded, step, inputs, targets)
+            look.add(self._named(seen, look.seen), measures)
+        self._keep(step, look.measured)
+        self._look = look if self._is_followed else _Look()
 
     def update(self, step: int) -> None:
         """One step of every arm's optimizer and scheduler, where its horizon and its loss allow it."""
-        for arm in self.arms:
+        for arm in self._own:
             if arm.updated_at(step):
                 arm.update()
 
@@ -131,13 +142,23 @@ class Lockstep:
     def evaluate(self, step: int, batches: Sequence[tuple[object, object]]) -> Row:
         """What is measured in eval mode over ``batches``, of every arm that still trains at ``step``."""
         self.flush()
-        folded, seen, measured = Folded(self.layouts), {}, {}
-        for arm in (a for a in self.live(step) if a.blown_up_at is None):
+        look = self._begun()
+        for arm in (a for a in self._own if a.measured_at(step) and a.blown_up_at is None):
             with arm.otherwise(step):
                 outputs, targets = self.predictions(arm, batches)
-            seen[arm.name] = self._named(Seen(arm, folded, outputs, targets), seen)
-            measured |= _measured(measures_at(Moment.EVALUATION), arm, seen)
-        return {column: float(value) for column, value in measured.items()}
+            seen = Seen(arm, look.folded, outputs, targets)
+            look.add(self._named(seen, look.seen), measures_at(Moment.EVALUATION))
+        self._look = look if self._is_followed else _Look()
+        return {column: float(value) for column, value in look.measured.items()}
+
+    def _begun(self) -> _Look:
+        """A look at a step, with what the lockstep beside has seen of the arms that are its too."""
+        if self._beside is None:
+            return _Look(Folded(self.layouts))
+        first = self._beside._look
+        seen = {name: s for name, s in first.seen.items() if name in self._shared}
+        measured = {c: v for c, v in first.measured.items() if c.partition("/")[2] in self._shared}
+        return _Look(first.folded, seen, measured)
 
     def predictions(self, arm: Arm, batches: Iterable[tuple[object, object]]) -> tuple[object, object]:
         """Eval-mode outputs of ``arm`` over ``batches``, in float64, and the targets.
@@ -190,6 +211,19 @@ class Lockstep:
             loss = numbers.get(f"loss/{arm.name}", 0.0)
             if arm.blown_up_at is None and not math.isfinite(loss):
                 arm.blown_up_at = step
+
+
+@dataclass
+class _Look:
+    """What is seen and measured of the arms at one step."""
+
+    folded: Folded | None = None
+    seen: dict[str, Seen] = field(default_factory=dict)
+    measured: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, seen: Seen, measures: Iterable[Measure]) -> None:
+        self.seen[seen.arm.name] = seen
+        self.measured |= _measured(measures, seen.arm, self.seen)
 
 
 def _loss_of(arm: Arm, loss: Loss) -> Loss:

@@ -6,7 +6,7 @@ Which curves are drawn, and how, is declared where they are measured: ``driftlab
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +28,7 @@ from driftlab.report.series import (
     narrow,
     role,
 )
-from driftlab.report.svg import ROLE_COLOURS, SERIES, arm_id, inline_svg, new_figure, style
+from driftlab.report.svg import INK, ROLE_COLOURS, SERIES, arm_id, inline_svg, new_figure, style
 
 if TYPE_CHECKING:
     from driftlab.report.compare_tables import Pair, Side
@@ -157,9 +157,22 @@ def _blow_ups(ax: Axes, bundles: list[Bundle]) -> list[str]:
 def drift_of_both(pair: Pair) -> Drawing | None:
     """Median weight distance of candidate and control of two experiments; None where there is none."""
     medians = [median for side in pair for median in _medians(side)]
+    return _medians_drawn(medians, "Weight distance of both", "Colour: the experiment")
+
+
+def drift_beside(sides: Sequence[Side]) -> Drawing | None:
+    """That of several candidates beside the control that they share, ``control control.float32``."""
+    found = [median for side in sides for median in _medians(side)]
+    shared = [m for m in found if m.arm.startswith(f"{sides[0].label} control.")]
+    medians = [m for m in found if " control." not in m.arm]
+    medians += [replace(m, arm=f"control {m.arm.partition(' ')[2]}") for m in shared]
+    return _medians_drawn(medians, "Weight distance from the reference", "Colour: the candidate")
+
+
+def _medians_drawn(medians: list[Bundle], title: str, colours: str) -> Drawing | None:
     if not medians:
         return None
-    name, title = "drift-curves", "Weight distance of both"
+    name = "drift-curves"
     with style(name):
         ax = _axes(medians)
         said = scale.distances(ax, medians, WEIGHT_DISTANCE.axis_label)
@@ -167,7 +180,7 @@ def drift_of_both(pair: Pair) -> Drawing | None:
             _draw_median_of(ax, median)
         caption = [
             "Medians over the seeds of each; a seed that blew up counts as inf from there on.",
-            "Colour: the experiment; dashed: the control; thin: float64.",
+            f"{colours}; dashed: the control; thin: float64.",
         ]
         return _finished(ax, name, title, medians, caption + said)
 
@@ -183,7 +196,7 @@ def _medians(side: Side) -> list[Bundle]:
 def _draw_median_of(ax: Axes, median: Bundle) -> None:
     label, _, arm = median.arm.partition(" ")
     line = {
-        "color": SERIES["AB".index(label)],
+        "color": SERIES[(ord(label) - ord("A")) % len(SERIES)] if len(label) == 1 else INK,
         "linestyle": (0, (4, 2)) if arm.startswith("control.") else "-",
         "linewidth": 1.1 if arm.endswith(".float64") else 1.9,
         "gid": arm_id(median.arm, "median"),

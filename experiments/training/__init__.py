@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -16,13 +17,14 @@ from suite.command.jobs import Ran
 from suite.command.leftovers import no_empty_folder
 from suite.command.machine import process_settled
 from suite.command.naming import title
+from suite.command.rewrites import Rewrite, alone, rewrites_of
 from suite.command.schema import Training as Settings
 from suite.command.seeds import parse_seeds
 from suite.command.written import written
 from suite.running.arguments import check_network
 from suite.running.building import Built, on_cpu
 from suite.running.costs import Sketch, build_sketched, float64_choice, forecast, make_sketch
-from suite.running.ending import end
+from suite.running.ending import end, end_together
 from suite.running.experiment_folder import (
     Experiment,
     begin,
@@ -53,27 +55,84 @@ def run(config: DictConfig) -> Ran:
     """
     terminal = Terminal(job=config.get("name") if in_sweep() else "")
     seeds = parse_seeds(config.get("seed"))
+    if several := rewrites_of(config):
+        return _run_together(config, several, seeds, terminal)
     settings = resolve(config, terminal.say)
-    few_are_fast = config.workers == "auto"
     with process_settled(settings, terminal.say):
-        return _run(_of_its_rewrite(settings), seeds, terminal, few_are_fast)
+        experiment, todo = _begun(settings, seeds, terminal, few_are_fast=config.workers == "auto")
+        _carry_out(experiment, todo)
+        return end(experiment, seeds)
 
 
-def _run(settings: DictConfig, seeds: list[int], terminal: Terminal, few_are_fast: bool) -> Ran:
-    settings = as_begun(settings, terminal.say)
-    data_set = load_data(settings, terminal.say)
-    say_beyond(settings, data_set.test_count, terminal.say)
+def _run_together(config: DictConfig, several: list[Rewrite], seeds: list[int], terminal: Terminal) -> Ran:
+    """An experiment for each rewrite; the reference and its controls are trained once for all of them."""
+    begun: list[tuple[Experiment, list[int]]] = []
+    with ExitStack() as settled:
+        for rewrite in several:
+            with alone(config, rewrite) as own:
+                settings = resolve(own, terminal.say)
+                if not begun:
+                    settled.enter_context(process_settled(settings, terminal.say))
+                first = begun[0][0] if begun else None
+                few_are_fast = config.workers == "auto" and not first
+                found = _begun(settings, seeds, terminal, first, len(several), few_are_fast=few_are_fast)
+            begun.append(found)
+        for place, (experiment, _) in enumerate(begun):
+            todo = [seed for seed in seeds if not is_done(experiment, seed)]
+            beside = tuple(replace(other, first=next(iter(todo), None)) for other, _ in begun[place + 1 :])
+            _carry_out(replace(experiment, beside=beside), todo)
+        return end_together([experiment for experiment, _ in begun], seeds)
+
+
+def _carry_out(experiment: Experiment, todo: list[int]) -> None:
+    with experiment.terminal.progress(todo, experiment.settings.steps):
+        carry_out(replace(experiment, first=next(iter(todo), None)), todo, train)
+
+
+def _begun(
+    settings: DictConfig,
+    seeds: list[int],
+    terminal: Terminal,
+    first: Experiment | None = None,
+    rewrites: int = 1,
+    *,
+    few_are_fast: bool,
+) -> tuple[Experiment, list[int]]:
+    """The experiment in its folder, with what is measured beforehand, and the seeds that are to be done.
+
+    Args:
+        first: that of the first of several rewrites, whose data set and choices the others share.
+        rewrites: how many train together.
+        few_are_fast: where workers are not worth their start there are none.
+    """
+    settings = as_begun(_of_its_rewrite(settings), terminal.say)
+    if first:
+        data_set, settings.data = first.data_set, first.settings.data
+    else:
+        data_set = load_data(settings, terminal.say)
+        say_beyond(settings, data_set.test_count, terminal.say)
     built = build_sketched(on_cpu(settings), data_set, seeds[0])  # what cannot be built leaves no folder
     experiment = look_up(settings, data_set, terminal)
     with no_empty_folder(experiment.folder):
         make_folder(experiment)
         todo = [seed for seed in seeds if not is_done(experiment, seed)]
         say_outdated(experiment)
-        experiment = _planned(experiment, built, seeds, todo, few_are_fast=few_are_fast)
-    del built
-    with terminal.progress(todo, settings.steps):
-        carry_out(replace(experiment, first=next(iter(todo), None)), todo, train)
-    return end(experiment, seeds)
+        if first:
+            return _as_the_first(experiment, first, bool(todo)), todo
+        return _planned(experiment, built, seeds, todo, rewrites, few_are_fast=few_are_fast), todo
+
+
+def _as_the_first(experiment: Experiment, first: Experiment, trains: bool) -> Experiment:
+    """With the choices of the first, so that both train as long, unless it had its own already."""
+    begin(experiment)
+    if trains and experiment.settings.float64_steps == AUTO and first.choice:
+        experiment = settle(experiment, first.choice)
+    if trains and follows_auto(experiment.settings) and first.windows:
+        experiment = settle_windows(experiment, first.windows)
+    experiment.settings.workers = first.settings.workers
+    label = f"{title(experiment.settings)}  {experiment.digest}"
+    experiment.terminal.say(f"beside it: {label}")
+    return experiment
 
 
 def _of_its_rewrite(settings: DictConfig) -> DictConfig:
@@ -92,13 +151,18 @@ def _of_its_rewrite(settings: DictConfig) -> DictConfig:
 
 
 def _planned(
-    experiment: Experiment, built: Built, seeds: list[int], todo: list[int], *, few_are_fast: bool
+    experiment: Experiment,
+    built: Built,
+    seeds: list[int],
+    todo: list[int],
+    rewrites: int,
+    *,
+    few_are_fast: bool,
 ) -> Experiment:
     """Settle what is measured first, and say what is to be done.
 
     Args:
         built: the first seed, on the CPU.
-        few_are_fast: where workers are not worth their start there are none.
     """
     sketch = _sketch(experiment, built, seeds[0], timed=bool(todo))  # whose error leaves no file
     begin(experiment)
@@ -108,9 +172,11 @@ def _planned(
         experiment = settle_windows(experiment, local_choice(experiment.settings, sketch))
     settings = experiment.settings
     starts = [checkpoint_step(seed_folder(experiment.folder, seed) / "checkpoint") or 0 for seed in todo]
-    if few_are_fast and forecast(settings, sketch, starts, workers=1) < WORTH_WORKERS:
+    # as many arms more as there are further candidates
+    more = 1 + (rewrites - 1) * sum(arm.startswith("candidate.") for arm in sketch.arms) / len(sketch.arms)
+    if few_are_fast and more * forecast(settings, sketch, starts, workers=1) < WORTH_WORKERS:
         settings.workers = 1
-    duration = forecast(settings, sketch, starts, workers=settings.workers)
+    duration = more * forecast(settings, sketch, starts, workers=settings.workers)
     lines = training_plan(experiment, seeds, todo, sketch, duration)
     experiment.terminal.plan(f"{title(settings)}  {experiment.digest}", lines, in_full=not in_sweep())
     return experiment

@@ -31,6 +31,7 @@ settings, the most used
   scale=auto              {scale}; auto is full on a GPU, small on a CPU
   data=auto               {data}; your own images: data=folder data.root=FOLDER
   rewrite.target=a.b.f    your own rewrite, f(model) -> model
+  rewrites=[a.b.f,NAME]   several against one reference, which is trained once; NAME: an experiment's rewrite
   logger=wandb            {logger}
   results=results/runs    where the files go
   rerun=true              do finished seeds again

@@ -56,6 +56,10 @@ def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfi
     trains = issubclass(schema, Training)
     config = config.copy()
     OmegaConf.set_struct(config, False)
+    if (several := config.pop("rewrites", None)) is not None:  # a training has taken them apart before
+        raise ConfigurationError(
+            f"rewrites={shown(OmegaConf.to_container(several))}: {config.get('name')} has no use for it"
+        )
     config.device = chosen_device(config.get("device"))
     check_interpolations(config)
     if trains:

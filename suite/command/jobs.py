@@ -22,11 +22,14 @@ class Ran(NamedTuple):
 
     Attributes:
         folder: ``<results>/<experiment>/<digest>``.
-        verdict: None in a sweep, which judges once, when all of its jobs have ended.
+        verdict: None in a sweep, which judges once, when all of its jobs have ended, and of several rewrites,
+            each of which is collected with its own.
+        others: the folders of further rewrites that were trained with it.
     """
 
     folder: str
     verdict: str | None
+    others: tuple[str, ...] = ()
 
 
 class Ended(TypedDict, total=False):
@@ -41,6 +44,7 @@ class Ended(TypedDict, total=False):
     """
 
     folder: str
+    others: list[str]
     listed: bool  # the verdict is one of fail_on
     refused: str
     unfinished: str
@@ -64,6 +68,8 @@ def carry_out(config: DictConfig) -> Ended:
     try:
         ran = command_line.kind(config.kind).run(config)
         ended: Ended = {"folder": ran.folder, "listed": ran.verdict in list(config.fail_on)}
+        if ran.others:
+            ended["others"] = list(ran.others)
     except (Stopped, KeyboardInterrupt):
         raise
     except SystemExit as asked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ from omegaconf import DictConfig
 from driftlab.record.differing import differences
 from driftlab.record.seed_record import SCHEMA, SeedRecord, write_json, write_whole
 from driftlab.report import write_report
+from driftlab.report.beside import LABELS, write_beside
+from driftlab.report.compare_tables import Side
 from driftlab.report.sections import Answer, as_csv, as_files, shown
 from driftlab.verdict.rules import judge as judge_records
 from driftlab.words import Judgement
@@ -93,6 +96,19 @@ def write(judged: Judged) -> dict[str, str]:
 def write_page(judged: Judged) -> Path:
     """``report.html`` alone."""
     return write_report(judged.folder, judged.records, judged.judgement, _about(judged), judged.answer)
+
+
+def write_together(runs: Sequence[Judged]) -> Path:
+    """``<experiment>.rewrites.html`` beside the experiment's folder: candidates that share a reference."""
+    titles = [title(judged.settings).split() for judged in runs]
+    named = [" ".join(w for w in words if not all(w in t for t in titles)) for words in titles]
+    sides = [
+        Side(label, name or title(j.settings), j.digest, j.settings, j.records, j.judgement)
+        for label, name, j in zip(LABELS, named, runs, strict=False)
+    ]
+    kind = runs[0].folder.parent
+    reports = [f"{kind.name}/{judged.digest}/report.html" for judged in runs]
+    return write_beside(kind.with_name(f"{kind.name}.rewrites.html"), sides, reports[: len(sides)])
 
 
 def _about(judged: Judged) -> dict:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from driftlab.record import differing
+from driftlab.record.seed_record import SeedRecord
 from driftlab.report.tables import notable, outcomes
 from suite.command import jobs
 from suite.command.command_line import in_sweep
 from suite.command.errors import ConfigurationError, Unfinished
 from suite.command.seeds import format_seeds
 from suite.reading.archive import judge_again
-from suite.reading.judging import Judged, judge, write
+from suite.reading.judging import Judged, judge, write, write_together
 from suite.reading.stored import finished, read_settings
 from suite.running.experiment_folder import Experiment, alone
 from suite.showing.loggers import log_verdict
@@ -41,29 +42,55 @@ def end(experiment: Experiment, seeds: Sequence[int], question: Question | None 
         return jobs.Ran(str(folder), None)
     with alone(settings, folder):
         records = finished(folder, terminal.say, ran_here=True)
-        if gone := sorted(set(seeds) - {record.seed for record in records}):
-            which = f"seed{'s' * (len(gone) > 1)} {format_seeds(gone)}"
-            raise Unfinished(f"{folder} no longer holds {which}, finished before: the same command goes on")
+        _none_gone(folder, seeds, records)
         judged = replace(judge(folder, settings, experiment.digest, records, question), ran_here=True)
         _show(judged, write(judged), terminal)
         _log(judged, settings, terminal)
     return jobs.Ran(str(folder), str(judged.judgement.verdict))
 
 
+def end_together(experiments: Sequence[Experiment], seeds: Sequence[int]) -> jobs.Ran:
+    """As ``end``, of rewrites that were trained together: a verdict and a report each, and one table."""
+    terminal, folders = experiments[0].terminal, [experiment.folder for experiment in experiments]
+    ran = jobs.Ran(str(folders[0]), None, tuple(map(str, folders[1:])))
+    if in_sweep():
+        return ran
+    for folder in folders:
+        _none_gone(folder, seeds, finished(folder, terminal.say, ran_here=True))
+    _end_several(folders, terminal, beside=True)
+    return ran
+
+
 def end_sweep(ended: Iterable[Mapping]) -> None:
     """One verdict and one report an experiment, over the seeds of all of its jobs; how each job ended."""
     terminal, ended = Terminal(), list(ended)
     jobs.collect(e for e in ended if "folder" not in e)
-    folders = [Path(f) for f in dict.fromkeys(e["folder"] for e in ended if e.get("folder"))]
+    done = [folder for e in ended if e.get("folder") for folder in (e["folder"], *e.get("others", ()))]
+    folders = [Path(folder) for folder in dict.fromkeys(done)]
     if len(folders) == 1:
         if judged := _judged(*folders, terminal):
             _show(judged, _pages(judged), terminal)
         return
-    runs = [judged.less_measurements() for folder in folders if (judged := _judged(folder, terminal))]
+    _end_several(folders, terminal, beside=any(e.get("others") for e in ended))
+
+
+def _none_gone(folder: Path, seeds: Sequence[int], records: Iterable[SeedRecord]) -> None:
+    """Raises Unfinished where a seed that had finished is no longer there."""
+    if gone := sorted(set(seeds) - {record.seed for record in records}):
+        which = f"seed{'s' * (len(gone) > 1)} {format_seeds(gone)}"
+        raise Unfinished(f"{folder} no longer holds {which}, finished before: the same command goes on")
+
+
+def _end_several(folders: Iterable[Path], terminal: Terminal, *, beside: bool) -> None:
+    """A verdict and a report each, and one table; of candidates ``beside`` each other a page, too."""
+    found = (judged for folder in folders if (judged := _judged(folder, terminal)))
+    runs = [judged if beside else judged.less_measurements() for judged in found]
     if runs:
         print_whole(terminal.console, runs_table(runs))
     for judged in runs:
         terminal.file("report", _pages(judged)["report"])
+    if beside and len(runs) > 1:
+        terminal.file("together", write_together(runs))
 
 
 def _judged(folder: Path, terminal: Terminal) -> Judged | None:

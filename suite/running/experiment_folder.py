@@ -36,6 +36,8 @@ class Experiment:
         choice: of the number of float64 steps, where ``float64_steps=auto``, as it stands in the folder.
         windows: of where local windows begin, where ``local.windows=auto``, likewise.
         first: the seed whose probes' own answer is shown before its training.
+        beside: experiments of the same settings with other rewrites, whose seeds train together with this
+            one's (``seed_run``); data set and terminal are this one's.
         outdated: the finished seeds seen so far that were probed by other instruments than today's.
     """
 
@@ -49,6 +51,7 @@ class Experiment:
     choice: dict | None = None
     windows: dict | None = None
     first: int | None = None
+    beside: tuple[Experiment, ...] = ()
     outdated: set[int] = field(default_factory=set)
 
 

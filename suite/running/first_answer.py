@@ -18,14 +18,17 @@ if TYPE_CHECKING:
 _ROUNDING = (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
 
 
-def say_first_answer(experiment: Experiment, seed: int, findings: list[Finding], began: Began) -> None:
-    """One line; and ``report.html``, where no verdict stands there yet."""
+def say_first_answer(
+    experiment: Experiment, seed: int, findings: list[Finding], began: Began, of: str = ""
+) -> None:
+    """One line; and ``report.html``, where no verdict stands there yet. ``of``: as in ``seed_done``."""
     if not findings:  # there is no candidate
         return
     answer = _answer(seed, findings)
     answer = replace(answer, headline=answer.headline.removesuffix(" (1 seed)"))
     found = f"{answer.verdict}, {answer.headline}" if settled_by(findings) else answer.headline
-    experiment.terminal.say(f"seed {seed}, by the probes alone: {found}")
+    named = f"{of}, seed {seed}" if of else f"seed {seed}"
+    experiment.terminal.say(f"{named}, by the probes alone: {found}")
     if os.path.lexists(experiment.folder / "verdict.json"):
         return
     run = seed_record(experiment, seed, began) | {"outcome": "not trained yet"}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from driftlab.arithmetic.layers import layers
@@ -33,16 +33,20 @@ ONE_RUN = "an experiment trains a seed once, beside one control; diagnose() trai
 
 
 def probed(
-    experiment: Experiment, built: Built, home: Path, start: int, train: Callable[[Examined], dict]
+    experiment: Experiment,
+    built: Built,
+    home: Path,
+    before: Mapping,
+    train: Callable[[Examined], dict],
+    seconds: float,
 ) -> dict:
     """``train``'s record of the seed with all that the probes found, before the training and after it.
 
     Args:
-        start: the step that the seed goes on with.
+        before: what they found before it, as ``before`` has it.
+        seconds: that this took.
     """
-    clock = time.perf_counter()
-    before = _before(experiment, built, home, start)
-    training = SeedTraining(experiment, built, home, train, time.perf_counter() - clock)
+    training = SeedTraining(experiment, built, home, train, seconds)
     record = training.inquire(Examined([Finding.from_dict(f) for f in before["probes"]], before["float64"]))
     for finding in (Finding.from_dict(f) for f in record["probes"]):
         if finding.evidence.status is Status.FAILED:
@@ -52,8 +56,11 @@ def probed(
     return record | {"float64": before["float64"], "layers": before["layers"], "instruments": instruments()}
 
 
-def _before(experiment: Experiment, built: Built, home: Path, start: int) -> dict:
+def before(experiment: Experiment, built: Built, home: Path, start: int) -> dict:
     """What the probes found before any update: run once a seed, and read again when it is resumed.
+
+    Args:
+        start: the step that the seed goes on with.
 
     One that has no checkpoint yet, and now runs in another environment or by other instruments than its
     probes did, is probed again; so is a finished one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -133,11 +133,15 @@ class Recorder:
 
     def after_step(self, step: int) -> None:
         """Log, show and store where it is time to."""
+        self.show(step)
+        if self.pace.is_due():
+            self.checkpoint(step + 1)
+
+    def show(self, step: int) -> None:
+        """To the logger and the terminal."""
         rows = self.lockstep.rows
         self.log_new_rows()
         self.progress(step + 1, rows[max(rows)] if rows else {})
-        if self.pace.is_due():
-            self.checkpoint(step + 1)
 
     def checkpoint(self, next_step: int) -> None:
         """The tables first: a checkpoint must never be ahead of the rows that lead to it."""
@@ -176,3 +180,37 @@ class Recorder:
         with self._spent.on("evaluations"):
             tested = list(self.batches.test_batches(self.eval_images, self.batches.batch_size))
             self.evaluations[step] = self.lockstep.evaluate(step, tested)
+
+
+class Recorders:
+    """The recorders of several experiments that train together, as one: they store the same steps."""
+
+    def __init__(self, recorders: Sequence[Recorder]):
+        self._all = list(recorders)
+
+    def before_step(self, step: int) -> None:
+        for each in self._all:
+            each.before_step(step)
+
+    def after_step(self, step: int) -> None:
+        for each in self._all:
+            each.show(step)
+        if self._all[0].pace.is_due():
+            self.checkpoint(step + 1)
+
+    def checkpoint(self, next_step: int) -> None:
+        with self._all[0].pace.writing():
+            for each in self._all:
+                each.checkpoint(next_step)
+
+    def evaluate(self, step: int) -> None:
+        for each in self._all:
+            each.evaluate(step)
+
+    def log_new_rows(self) -> None:
+        for each in self._all:
+            each.log_new_rows()
+
+    def write_tables(self) -> None:
+        for each in self._all:
+            each.write_tables()

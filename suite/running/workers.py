@@ -79,7 +79,7 @@ def in_a_worker(experiment: Experiment, call: Callable[[Experiment], Result]) ->
     Raises:
         Unfinished: it was killed.
     """
-    sent = replace(experiment, data_set=None, terminal=Told())
+    sent = _light(experiment)
     source = experiment.data_set.source if experiment.data_set else None
     gpus = visible_gpus() if experiment.settings.device == "cuda" else []
     try:
@@ -87,6 +87,12 @@ def in_a_worker(experiment: Experiment, call: Callable[[Experiment], Result]) ->
     except WorkerKilled:
         raise Unfinished("the process that times a step was killed, perhaps because memory ran out") from None
     return result
+
+
+def _light(experiment: Experiment) -> Experiment:
+    """To be sent to a worker, which reads the data set for itself."""
+    beside = tuple(replace(e, data_set=None, terminal=Told()) for e in experiment.beside)
+    return replace(experiment, data_set=None, terminal=Told(), beside=beside)
 
 
 def _called(experiment: Experiment, source: str | None, call: Callable[[Experiment], Result]) -> Result:
@@ -98,8 +104,7 @@ def _in_workers(
     experiment: Experiment, todo: list[int], work: Work, workers: int
 ) -> tuple[dict[int, How], str]:
     """How each seed ended; and, where fewer at a time may do better, why."""
-    data_set, terminal = experiment.data_set, experiment.terminal
-    sent = replace(experiment, data_set=None, terminal=Told())
+    data_set, terminal, sent = experiment.data_set, experiment.terminal, _light(experiment)
     source = data_set.source if data_set else None
     jobs = {seed: partial(_in_this_worker, sent, seed, work, source) for seed in todo}
     gpus = visible_gpus() if experiment.settings.device == "cuda" else []
@@ -170,5 +175,5 @@ class Told:
             self._last_step = now
             tell("step", seed, step, dict(row))
 
-    def seed_done(self, seed: int, record: Mapping) -> None:
-        tell("seed_done", seed, {key: record[key] for key in ("arms", "times")})
+    def seed_done(self, seed: int, record: Mapping, of: str = "") -> None:
+        tell("seed_done", seed, {key: record[key] for key in ("arms", "times")}, of)

@@ -92,7 +92,8 @@ class Terminal:
         parts += [f"drift {drift[r]:.0e}" for r in ("candidate", "control", "reference") if r in drift][:1]
         self._progress.update(self._task, completed=sum(self._came.values()), description="  ".join(parts))
 
-    def seed_done(self, seed: int, record: Mapping) -> None:
+    def seed_done(self, seed: int, record: Mapping, of: str = "") -> None:
+        """``of``: the experiment, where several are at work."""
         self._came[seed] = self._steps
         blown = [
             f"{n} blew up at step {a['blown_up_at']}"
@@ -100,7 +101,7 @@ class Terminal:
             if a["blown_up_at"] is not None
         ]
         text = f"seed {seed}: {', '.join(blown) or 'all arms finished'} ({record['times']['seconds']:.0f} s)"
-        self.say(text)
+        self.say(f"{of}, {text}" if of else text)
 
     def tables(self, answer: Answer) -> None:
         """The first table, what all of them say, and the answer; the page shows the others too."""

@@ -165,7 +165,8 @@ def _start(settings: DictConfig, home: Path, say: Callable[[str], None], *, resu
     mode = _mode()
     shutil.rmtree(home / "wandb", ignore_errors=True)
     home.mkdir(parents=True, exist_ok=True)
-    quiet = {"silent": True, "console": "off", "symlink": False, "host": ""}
+    # rewrites that train together have a run each in this process
+    quiet = {"reinit": "create_new", "silent": True, "console": "off", "symlink": False, "host": ""}
     none_of = {"disable_git": True, "disable_code": True, "x_disable_meta": True}
     none_of["x_disable_stats"] = settings.get("device") != "cuda"  # what a GPU is at is worth a chart
     seconds = settings.logger.get("patience", 60)

@@ -25,7 +25,7 @@ def called(server: Server, *command: str | Path, **more: str) -> subprocess.Comp
     own = os.environ | server.environment | {"OMP_NUM_THREADS": "1"} | more
     own["PATH"] = f"{BIN}{os.pathsep}{own['PATH']}"
     return subprocess.run(
-        [str(part) for part in command], env=own, cwd=ROOT, capture_output=True, text=True, timeout=240
+        [str(part) for part in command], env=own, cwd=ROOT, capture_output=True, text=True, timeout=900
     )
 
 
