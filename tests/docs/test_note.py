@@ -65,6 +65,37 @@ def test_habits_and_pairs_in_16_bits_are_counted_as_on_the_published_pages():
     ).read_text(encoding="utf-8")
 
 
+def test_what_is_said_in_words_is_what_the_tables_say():
+    numbers = build.numbers()
+    first, habits, findings = numbers["calibration"], numbers["habits"], numbers["findings"]
+    none_of = [
+        first["together"]["passed"],
+        first["everything"]["passed"],
+        habits["real"]["driftlab"]["not_caught"],
+    ]
+    none_of += [score["not_cleared"] for name, score in habits["real"].items() if name != "driftlab"]
+    none_of += [numbers["threads"]["split"]["forward_differs"]]
+    assert {share["count"] for share in none_of} == {"0"}
+    all_of = [
+        first["published"]["place"],
+        habits["training"]["float64"]["right"],
+        habits["training"]["driftlab"]["right"],
+    ]
+    assert all(share["count"] == share["n"] for share in all_of)
+    told = {name: float(score["p"]) < 0.05 for name, score in habits["real"].items() if name != "driftlab"}
+    assert sorted(name for name in told if not told[name]) == [
+        "float64",
+        "two_updates",
+    ]  # "the two best habits"
+    most = sorted(told, key=lambda name: float(habits["real"][name]["right"]["percent"]))
+    assert sorted(most[-2:]) == ["float64", "two_updates"]
+    assert findings["one_bit"]["nothing"] == "0.0"
+    assert 2 * int(findings["edge"]["reference"]) == int(findings["edge"]["seeds"])
+    split, control = (findings["lockstep"][f"{arm}_float64"] for arm in ("candidate", "control"))
+    assert split["flip"] == control["flip"] != ""
+    assert split["flipped"] == control["flipped"]
+
+
 def test_the_thresholds_lie_halfway():
     found = {
         k: float(v) for k, v in build.numbers()["thresholds"].items() if re.fullmatch(r"-?[\d.]+", str(v))

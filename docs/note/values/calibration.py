@@ -42,7 +42,6 @@ def numbers() -> dict[str, dict]:
     together = real + sets["ported"] + sets["later"]
     return {
         **{name: _rates(cases) for name, cases in (sets | groups).items()},
-        "real": _rates(real),
         "together": _rates(together) | {"now": _now(("real", "ported", "later"))},
         "everything": _rates(together + sets["planted"]),
         "ports": {

@@ -44,9 +44,6 @@ def _kinks() -> dict:
     return networks | {
         "ratio": spread(signs["counted / predicted, median (middle 90 %)"]),
         "steps": signs["steps with 10 or more"],
-        "few": spread(signs["counted / predicted (95 % interval)"]),
-        "few_steps": signs["steps with under 10 predicted"],
-        "number": thousands(int(signs["number"])),
     }
 
 
@@ -122,7 +119,6 @@ def _edge() -> dict:
         "bug_found": arm["bug"]["called a bug by the probes (of 20)"],
         "candidate_found": arm["candidate"]["called a bug by the probes (of 20)"],
         "seeds": f"{parts(arm['control'][column])[1]}",
-        "tests": f"{3 * len(rows(f'{EDGE}rate.csv'))}",
     }
 
 

@@ -12,7 +12,6 @@ from driftlab.rounding import (
     HALFWAY,
     HALFWAY_BITS,
     NARROWER,
-    NO_KINK_IN_REACH,
     UNIT_IN_16_BITS,
     UNIT_ROUND_OFF,
 )
@@ -52,7 +51,6 @@ def _derived() -> dict[str, str]:
         "beside_half": short(BESIDE_16_BITS),
         "beside_half_exponent": exponent(BESIDE_16_BITS),
         "narrower": short(NARROWER),
-        "no_kink": short(NO_KINK_IN_REACH),
         "sigmas": short(SIGMAS),
         "draws": f"{DRAWS}",
         "chance": short(erfc(SIGMAS / sqrt(2))),
