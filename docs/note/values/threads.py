@@ -6,6 +6,7 @@ Those about groups are among the thresholds: equal bits on integers, the share o
 from __future__ import annotations
 
 from docs.note.values.published import (
+    Row,
     added,
     exponent,
     parts,
@@ -49,10 +50,16 @@ def _batch() -> dict:
     return {
         **{name: short(value) for name, value in most.items()},
         "ratio": exponent(most["float64"] / most["float32"]),
-        "sizes": rows(f"{BATCH}batch_sizes.csv")[0]["sizes tried"],
+        **{f"sizes{key}": _sizes(norm, dtype) for key, dtype in (("", "float32"), ("_float64", "float64"))},
         "norms": _adding("BatchNorm"),
         "convolutions": _adding("convolution"),
     }
+
+
+def _sizes(differences: list[Row], arithmetic: str) -> str:
+    """At how many batch sizes an arithmetic was tried."""
+    (sizes,) = {r["batch sizes tried"] for r in differences if r["arithmetic"] == arithmetic}
+    return sizes
 
 
 def _adding(kind: str) -> dict[str, str]:
