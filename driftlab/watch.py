@@ -141,8 +141,10 @@ class Watch:
         self.budget, self.fold, self.seed = budget, fold, seed
         self.updates = whole_number("updates", updates, 1, 10_000)
         self.accumulate, self.gathered = whole_number("accumulate", accumulate, 1), 0
+        with told("watching stops", outermost=True):
+            run_in = precision_in(precision, model, trained_in)
         self._options: dict[str, Any] = {
-            "precision": precision_in(precision, model, trained_in),
+            "precision": run_in,
             "clip": clipped_by(clip),
             "candidate_inputs": candidate_inputs,
             "candidate_loss": candidate_loss,
