@@ -10,10 +10,10 @@ from experiments.batch_size.seeds import NORM_NAMES, arithmetic_names, largest, 
 from suite.showing import wording as say
 from suite.showing.wording import Column, Rows, Values, all_rows, counted, first, power_of_two, sentences
 
-# Of the network in question with BatchNorm, as the issue and the thread give it.
+# Of the network in question with BatchNorm, as predicted beforehand and as the thread gives it.
 EXPECTED = {
-    "float32": "1.5e-7 without blocks, 6e-7 with 19 (issue)",
-    "float64": "below 1e-16 (issue, thread)",
+    "float32": "1.5e-7 without blocks, 6e-7 with 19 (predicted)",
+    "float64": "below 1e-16 (predicted; thread)",
     TF32: "1e-8 without blocks, 1e-3 with 19 (thread)",
     EMULATED: "1e-8 without blocks, 1e-3 with 19 (thread, on a GPU)",
 }

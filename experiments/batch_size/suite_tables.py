@@ -53,13 +53,13 @@ def _on_verdicts(rows: Rows, verdicts: list[set[str]]) -> str:
 
 
 def _costs(plan: Plan, values: Values) -> Table:
-    def took(batch: int, chunk: int | None = None) -> float:
-        return say.middle("milliseconds")(say.all_rows(values, "costs", batch=batch, chunk=chunk))
+    def took(batch: int) -> float:
+        return say.middle("milliseconds")(say.all_rows(values, "costs", batch=batch, chunk=None))
 
     columns = [Column("batch", "batch size", int), Column("plain", "plain (milliseconds)", took)]
     for c in plan.cost_chunks:
         times = f"chunks of {c} (times plain)"
-        columns.append(Column(f"chunk {c}", times, lambda batch, c=c: took(batch, c) / took(batch)))
+        columns.append(Column(f"chunk {c}", times, lambda batch, c=c: cost_ratio(values, batch, c)))
     title = "What the same answer for every batch size costs"
     return say.table("costs", title, plan.cost_batches, columns, _on_costs(plan, values))
 

@@ -40,7 +40,7 @@ def literal_table(settings: DictConfig, values: Values) -> Table:
     title = "Numeric over autograd's derivative, one-sided"
     if _as_asked(settings):
         title = "The thread's check: numeric over autograd's derivative"
-        columns["expected"] = "expected ratios (thread, issue)"
+        columns["expected"] = "expected ratios (thread; predicted)"
     return Table("literal", title, columns, rows, _literal_words(settings.case.eps, values, *rows))
 
 

@@ -12,7 +12,7 @@ from suite.showing.wording import Column, Rows, Values
 # For the forward pass of the thread's conv, of the size that the thread gives it.
 THREAD_CASE = "Conv2d(6, 6, 3, padding=1, groups=2, bias=False) on [1, 6, 24, 24]"
 THREAD = 3.5763e-07
-ISSUE = {"float32": (2e-7, 4e-7, "2e-7 to 4e-7, or 0"), "float64": (0.0, 1e-15, "0 to 1e-15")}
+PREDICTED = {"float32": (2e-7, 4e-7, "2e-7 to 4e-7, or 0"), "float64": (0.0, 1e-15, "0 to 1e-15")}
 
 
 def literal_table(values: Values) -> Table:
@@ -24,21 +24,21 @@ def literal_table(values: Values) -> Table:
         say.first("pass", "pass"),
         Column("smallest", "largest difference, least over seeds (absolute)", say.least("absolute")),
         say.greatest("absolute", "largest difference, greatest over seeds (absolute)"),
-        Column("expected", "expected by the issue (absolute)", lambda found: _expected(found, case)),
+        Column("expected", "predicted (absolute)", lambda found: _expected(found, case)),
         say.greatest("relative", "over the tensor's largest entry (relative)"),
         say.greatest("ulps", "in ulps of the entry where it is largest"),
         say.greatest("share", "largest share of its bound that an entry uses"),
         Column("integers", "integers equal in every bit (seeds)", lambda found: _integers(found, literals)),
     )
     by_pass = say.grouped(say.all_rows(values, "literal", "passes"), "dtype", "pass")
-    lines = [by_pass[dtype, pass_] for dtype in ISSUE for pass_ in EXACT_PASSES]
+    lines = [by_pass[dtype, pass_] for dtype in PREDICTED for pass_ in EXACT_PASSES]
     title = f"{case} against convs side by side"
     return say.table("side_by_side", title, lines, columns, lambda rows: _literal_conclusion(rows, literals))
 
 
 def _expected(found: Rows, case: str) -> str | None:
     asked = found[0]["pass"] == "forward" and case == THREAD_CASE
-    return ISSUE[found[0]["dtype"]][2] if asked else None
+    return PREDICTED[found[0]["dtype"]][2] if asked else None
 
 
 def _integers(found: Rows, literals: Rows) -> str | None:
@@ -48,7 +48,7 @@ def _integers(found: Rows, literals: Rows) -> str | None:
 
 
 def _literal_conclusion(rows: Rows, literals: Rows) -> str:
-    single, double = (say.chosen(rows, dtype=d, pass_="forward")[0] for d in ISSUE)
+    single, double = (say.chosen(rows, dtype=d, pass_="forward")[0] for d in PREDICTED)
     kernels, worst = literals[0]["kernels"], say.greatest("share")(rows)
     within = ", which is rounding." if worst <= 1 else ", more than another order of the sums can make."
     return say.sentences(
@@ -74,11 +74,11 @@ def _on_integers(literals: Rows) -> str:
 def _as_expected(row: dict) -> str:
     if row["expected"] is None:
         return ""
-    low, high, text = ISSUE[row["dtype"]]
+    low, high, text = PREDICTED[row["dtype"]]
     if row["absolute"] == 0:
-        return ", every bit equal, as the issue allows"
+        return ", every bit equal, as predicted"
     fits = (row["smallest"] == 0 or low <= row["smallest"]) and row["absolute"] <= high
-    return f", as the issue expects: {text}" if fits else f"; the issue expects {text}"
+    return f", as predicted: {text}" if fits else f"; predicted: {text}"
 
 
 def _which_kernels(dtype: str, chosen: Mapping[str, Sequence[str]]) -> str:

@@ -34,13 +34,13 @@ def _leap_words(values: Values, name: str, smooth: str | None) -> str:
     """How drift grows up to the first flip and from there on, and whether that is a leap."""
     flipped, n = _flipped(values, name), len(series.by_network(values)[name])
     if not flipped:
-        return f"{name}: nothing flipped in {n} runs, so nothing can be said about leaps."
+        return f"{name}: nothing flipped in {n} runs, so nothing can be said about jumps."
     found, leaping = series.leaps(values, name), leaps_at_flip(values, name, smooth)
     if leaping is None:
-        return f"{name}: {flipped} of {n} runs flipped, too late or too early to see a leap."
+        return f"{name}: {flipped} of {n} runs flipped, too late or too early to see a jump."
     before = f"{_median(found['before'])} times a step before and " if found["before"] else ""
     return (
-        f"{name}: float32 drift {'leaps' if leaping else 'does not leap'} at the first flip. It grows "
+        f"{name}: float32 drift {'jumps' if leaping else 'does not jump'} at the first flip. It grows "
         f"{before}{_median(found['after'])} times a step after it; float64 drift, of the same network at "
         f"the same steps, {_median(found['float64'])} times."
     )
@@ -70,7 +70,7 @@ def _others_words(values: Values, kinked: str, smooth: str | None) -> str:
         if leaping is not None:
             said[leaping].append(f"{name} ({_median(series.leaps(values, name)['after'])} times)")
     return sentences(
-        *(f"{w}: {', '.join(said[k])}." for k, w in ((True, "So does"), (False, "No leap")) if said[k])
+        *(f"{w}: {', '.join(said[k])}." for k, w in ((True, "So does"), (False, "No jump")) if said[k])
     )
 
 

@@ -51,7 +51,7 @@ def drift_table(values: Values) -> Table:
     conclusion = (
         f"Median (least to greatest) over {seeds(values)}. Drift: how far the weights are from those "
         "of a control with one weight moved by one ulp. Without a flip of its own, a network is taken over "
-        "the steps at which the others leap."
+        "the steps at which the others jump."
     )
     said = sentences(conclusion, _lost_words(values))
     return table("drift", "Drift before and after the first flip", networks, columns, said)

@@ -15,9 +15,9 @@ from suite.showing.wording import Rows, Values, each, grouped
 
 # Dtype and pass -> the rows of the seeds that computed it, as ``measure_literal`` leaves them, with the seed.
 Groups = Mapping[tuple[str, str], Rows]
-# The case of the thread, for which the issue states what to expect.
+# The case of the thread, for which there is a prediction.
 AS_ASKED = Case(in_channels=2, out_channels=513, kernel_size=2, split=(1, 512), batch=1, image_size=3)
-# Largest absolute differences, least and greatest over seeds and devices, as the issue states them.
+# Largest absolute differences, least and greatest over seeds and devices, as predicted.
 _EXPECTED = {
     ("float32", "weight gradient"): (0.0, 2.4e-7),
     ("float32", "input gradient"): (2e-6, 4e-6),
@@ -53,7 +53,7 @@ def expected(rows: Rows, case: Case) -> tuple[float, float] | None:
 
 
 def not_as_stated(rows: Rows, case: Case) -> Rows:
-    """The rows outside of what the issue states, if it does."""
+    """The rows outside of what was predicted, where anything was."""
     stated = expected(rows, case)
     if stated is None:
         return []

@@ -27,7 +27,7 @@ def differences(values: Values, case: Case) -> Table:
         Column("least", "largest difference, least over seeds (absolute)", say.least("difference")),
         Column("median", "median over seeds (absolute)", say.middle("difference")),
         Column("largest", "greatest over seeds (absolute)", say.greatest("difference")),
-        Column("expected", "expected (issue, absolute)", lambda rows: _range(expected(rows, case))),
+        Column("expected", "predicted (absolute)", lambda rows: _range(expected(rows, case))),
     )
     said = say.sentences(
         _which_passes(found, n),
@@ -69,7 +69,7 @@ def _unexpected(rows: Rows, case: Case) -> str:
     worst = max(outside, key=lambda row: row["difference"])
     chance = "so it is rounding, larger or smaller by seed" if worst["share"] <= 1 else "more than rounding"
     return (
-        f"Not as the issue expects in {len(outside)} of {len(rows)} seeds: {named(rows)}, up to "
+        f"Not as predicted in {len(outside)} of {len(rows)} seeds: {named(rows)}, up to "
         f"{worst['difference']:.2g} where {_range(expected(rows, case))} is stated. That is "
         f"{worst['difference'] / worst['ulp']:.2g} ulps of the largest element ({worst['size']:.3g}) and "
         f"{worst['share']:.2g} of the bound: {chance}."

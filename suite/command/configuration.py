@@ -25,7 +25,7 @@ from suite.command.written import written
 _NOT_IDENTITY = (
     *("seed", "results", "logger", "rerun", "reprobe", "fail_on", "checkpoint_every"),
     *("keep_checkpoint", "threads", "workers"),
-    *("hypothesis", "question", "expected", "label"),
+    *("hypothesis", "question", "source", "caveat", "expected", "label"),
 )
 AUTO = "auto"
 # Settings as they are where nobody asks: digests are as they were before there were any of these.

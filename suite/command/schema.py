@@ -164,6 +164,8 @@ class Shared(Group):
     kind: str
     hypothesis: str
     question: str
+    source: str
+    caveat: str
     expected: one_of(*Verdict) | None
     seed: Any  # suite.command.seeds
     device: one_of("cpu", "cuda")

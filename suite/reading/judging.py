@@ -15,6 +15,7 @@ from driftlab.record.differing import differences
 from driftlab.record.seed_record import SCHEMA, SeedRecord, write_json, write_whole
 from driftlab.report import write_report
 from driftlab.report.beside import LABELS, write_beside
+from driftlab.report.cells import numbers_apart
 from driftlab.report.compare_tables import Side
 from driftlab.report.sections import Answer, as_csv, as_files, shown
 from driftlab.verdict.rules import judge as judge_records
@@ -175,12 +176,16 @@ def _write_answer(folder: Path, answer: Answer) -> None:
 def write_shown(folder: Path, answer: Answer) -> dict:
     """Write ``tables/*.csv`` and ``figures/*``; the sentences, and where each number stands.
 
+    Beside a table whose cells hold several numbers lies one in which each has a column, ``*.numbers.csv``.
+
     Raises:
         ConfigurationError: a link stands where a folder has to be.
     """
     check_no_links(folder / "tables", folder / "figures")
     for table in answer.tables:
         write_whole(folder / "tables" / f"{table.name}.csv", as_csv(table))
+        if apart := numbers_apart(as_csv(table)):
+            write_whole(folder / "tables" / f"{table.name}.numbers.csv", apart)
     for figure in answer.figures:
         for suffix, content in as_files(figure).items():
             write_whole(folder / "figures" / f"{figure.name}.{suffix}", content)

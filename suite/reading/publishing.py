@@ -42,7 +42,7 @@ def publish(run: Path, to: Path, say: Callable[[str], None] = print) -> Path:
         answer = published_curves(page, judged.records)
     else:
         answer = write_shown(page, judged.answer)
-    write_whole(page / "README.md", "\n".join([*_page(judged, answer), *made]))
+    write_whole(page / "README.md", "\n".join([*_page(judged, answer, page), *made]))
     return page / "README.md"
 
 
@@ -54,14 +54,13 @@ def _folder_name(name: str, run: Path) -> str:
     return name
 
 
-def _page(judged: Judged, answer: Mapping) -> Iterable[str]:
+def _page(judged: Judged, answer: Mapping, page: Path) -> Iterable[str]:
     settings, judgement = judged.settings, judged.judgement
     yield f"# {settings.name}\n"
     yield f"{PUBLISHED_NOTE}\n"
-    asked = settings.get("question")
-    yield f"{asked}\n" if asked else f"Hypothesis: {settings.hypothesis}.\n"
-    yield f"**`{judgement.verdict}`**: {judgement.headline}.\n"
-    yield f"{answer['sentence']}\n"
+    yield from head(
+        settings, len(judged.records), f"`{judgement.verdict}`: {judgement.headline}.", answer["sentence"]
+    )
     for figure in answer["figures"]:
         yield f"## {figure['title']}\n"
         yield f"![{figure['title']}](figures/{figure['name']}.png)\n"
@@ -69,7 +68,19 @@ def _page(judged: Judged, answer: Mapping) -> Iterable[str]:
     for table in answer["tables"]:
         yield f"## {table['title']}\n"
         yield f"{table['conclusion']}\n"
-        yield from _table(table)
+        yield from _table(table, page / "tables" / f"{table['name']}.numbers.csv")
+
+
+def head(settings: Mapping, seeds: int, verdict: str, sentence: str) -> Iterable[str]:
+    """What was asked and where, what was found, a sentence a line, and how sure it is."""
+    asked = settings.get("question") or f"Is it so that {settings['hypothesis']}?"
+    yield f"**Asked.** {' '.join(text for text in (asked, settings.get('source')) if text)}\n"
+    yield f"**Found.** {verdict}\n"
+    yield from (f"- {line}" for line in re.split(r"(?<=[.?!]) (?=[A-Z])", sentence))
+    sure = (
+        f"n = {seeds} seed{'s' * (seeds != 1)}, beside a control that differs by one unit in the last place."
+    )
+    yield f"\n**How sure.** {' '.join(text for text in (sure, settings.get('caveat')) if text)}\n"
 
 
 def _data_and_size(run: Mapping, settings: Mapping) -> Iterable[str]:
@@ -87,8 +98,10 @@ def _data_and_size(run: Mapping, settings: Mapping) -> Iterable[str]:
         )
 
 
-def _table(table: Mapping) -> Iterable[str]:
+def _table(table: Mapping, numbers: Path) -> Iterable[str]:
     file = f"[tables/{table['name']}.csv](tables/{table['name']}.csv)"
+    if numbers.exists():
+        file += f"; each number in a column of its own: [tables/{numbers.name}](tables/{numbers.name})"
     if len(table["rows"]) > MOST_ROWS:
         yield f"{len(table['rows'])} rows: {file}\n"
         return

@@ -406,10 +406,10 @@ def test_a_difference_that_float64_does_not_shrink_is_no_rounding():
 def test_the_answer_says_that_relu_leaps_and_max_pool_alone_does_not():
     said = answer(None, {0: made(), 1: made()}).sentence
     assert said.startswith(
-        "ReLU, max-pool: float32 drift leaps at the first flip. It grows 1.5 times a step before"
+        "ReLU, max-pool: float32 drift jumps at the first flip. It grows 1.5 times a step before"
     )
     assert "9 times a step after it; float64 drift, of the same network at the same steps, 1.5 times" in said
-    assert "No leap: SiLU, max-pool (1.5 times)." in said
+    assert "No jump: SiLU, max-pool (1.5 times)." in said
     assert "So does" not in said
     assert "Without kinks (SiLU, average-pool): 1.5 times a step over the same steps" in said
     assert "2^-29.0 of float32 drift" in said
@@ -417,12 +417,12 @@ def test_the_answer_says_that_relu_leaps_and_max_pool_alone_does_not():
 
 
 def test_the_answer_says_so_where_it_is_otherwise():
-    assert "does not leap at the first flip" in answer(None, {0: made(jump=1.0)}).sentence
+    assert "does not jump at the first flip" in answer(None, {0: made(jump=1.0)}).sentence
     uneven = made(jump=1.5)  # a network without kinks drifts as unevenly
     uneven["networks"]["SiLU, average-pool"] = network("silu", "average")
     wide = uneven["networks"]["SiLU, average-pool"]["curves"]["weight_distance/control.float64"]
     wide[13:] = [v / 2.0**5 for v in wide[13:]]
-    assert "does not leap at the first flip" in answer(None, {0: uneven}).sentence
+    assert "does not jump at the first flip" in answer(None, {0: uneven}).sentence
     assert "nothing flipped in 1 runs" in answer(None, {0: made(first=None)}).sentence
     assert "too late or too early" in answer(None, {0: made(first=28)}).sentence
     assert "flips cannot be predicted" in answer(None, {0: made(law=3.0)}).sentence

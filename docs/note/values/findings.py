@@ -103,19 +103,19 @@ def _losses() -> dict:
 
 
 def _edge() -> dict:
-    rates = [r for r in rows(f"{EDGE}rate.csv") if 0 < int(r["reference fell over (of 20)"]) < 20]
-    half = min(rates, key=lambda r: abs(int(r["reference fell over (of 20)"]) - 10))
-    worst = max(rates, key=lambda r: parts(r["only reference / only bug fell over"])[1])
+    rates = [r for r in rows(f"{EDGE}rate.csv") if 0 < int(r["reference diverged (of 20)"]) < 20]
+    half = min(rates, key=lambda r: abs(int(r["reference diverged (of 20)"]) - 10))
+    worst = max(rates, key=lambda r: parts(r["only reference / only bug diverged"])[1])
     arm = {key: row(f"{EDGE}arm.csv", arm=name) for key, name in (ARMS | {"bug": BUG}).items()}
     column = f"ends unlike the reference at {half['learning rate']} (95 % interval)"
     return {
         "rate": half["learning rate"],
-        "reference": half["reference fell over (of 20)"],
+        "reference": half["reference diverged (of 20)"],
         **{key: proportion(*parts(arm[key][column])) for key in ARMS},
         **{f"p_{key}": short(float(found["p, all rates"])) for key, found in arm.items()},
         "bug_rate": worst["learning rate"],
-        "bug": worst["bug fell over (of 20)"],
-        "bug_reference": worst["reference fell over (of 20)"],
+        "bug": worst["bug diverged (of 20)"],
+        "bug_reference": worst["reference diverged (of 20)"],
         "bug_found": arm["bug"]["called a bug by the probes (of 20)"],
         "candidate_found": arm["candidate"]["called a bug by the probes (of 20)"],
         "seeds": f"{parts(arm['control'][column])[1]}",

@@ -63,7 +63,7 @@ def test_only_what_was_judged_is_published(run, mine, tmp_path):
     (run / "figures" / "secret.png").symlink_to(mine / "README.md")
     page = publish(run, tmp_path / "published", lambda line: None)
     assert page == tmp_path / "published" / "split_conv" / "README.md"
-    assert "**`round_off`**" in page.read_text()
+    assert "**Found.** `round_off`: " in page.read_text()
     assert {p.name for p in page.parent.rglob("*.*")} == {
         *("README.md", "arms.csv", "curves_double.svg", "curves_double.png"),
     }
