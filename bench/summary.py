@@ -49,8 +49,8 @@ def as_markdown(outcomes: Sequence[Outcome], command: str, room: str, first: Seq
 def head(today: Sequence[str], first: Sequence[str] | None, room: str) -> list[str]:
     """What was asked, what was found, how sure it is; the two are rows of ``rates``."""
     asked = (
-        "**Asked.** How often does `driftlab.diagnose`, with its defaults and on one thread, say what is known "
-        "of a pair of networks? The verdict that is right, and the place, are part of each case "
+        "**Asked.** How often does `driftlab.diagnose`, with its defaults and on one thread, say what is "
+        "known of a pair of networks? The verdict that is right, and the place, are part of each case "
         f"(`{room.replace('.', '/')}/`)."
     )
     found = [f"- Today: {_said(today)}."]
