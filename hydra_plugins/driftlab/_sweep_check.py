@@ -13,6 +13,7 @@ from suite.command.configuration import resolve
 from suite.command.errors import ConfigurationError
 from suite.command.explaining import explain
 from suite.command.machine import as_on_the_node
+from suite.command.rewrites import each
 
 GPUS = ("gpus_per_node", "gpus_per_task", "gres")  # how a job asks Slurm for one
 
@@ -54,9 +55,10 @@ def _check_one(config: DictConfig, *, here: bool) -> None:
     from suite.running.arguments import check_network
 
     with _as_its_job(config):
-        settings = resolve(config, lambda line: None)
-        if here and "data" in settings:
-            check_network(settings)
+        for own in each(config):
+            settings = resolve(own, lambda line: None)
+            if here and "data" in settings:
+                check_network(settings)
 
 
 @contextmanager

@@ -90,10 +90,13 @@ def carry_out(config: DictConfig) -> Ended:
 def show(config: DictConfig) -> None:
     """For ``print_shown``, the settings as a run has them; ``exit_status`` says what cannot be used."""
     from suite.command.configuration import resolve  # not needed for --help
+    from suite.command.rewrites import each
 
     try:
-        settings = resolve(config, lambda line: _shown.append(f"# {line}\n"))
-        _shown.append(OmegaConf.to_yaml(settings))
+        for own in each(config):
+            _shown.append("---\n" if _shown else "")  # a document each
+            settings = resolve(own, lambda line: _shown.append(f"# {line}\n"))
+            _shown.append(OmegaConf.to_yaml(settings))
     except Exception as error:
         raise_if_stopped()
         if not say_at_the_end(error):

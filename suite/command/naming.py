@@ -26,7 +26,11 @@ def label(settings: DictConfig, left_out: tuple[str, ...]) -> str:
     given = written()
     left = {*left_out, "experiment", "hydra", "data.root", "data.time_limit"}
     changed = [name for name in given if not {name, name.partition(".")[0]} & left]
-    words = " ".join(_word(name, given[name]) for name in sorted(changed))
+    # the rewrite first, which is what most runs differ in
+    rewrite = sorted(
+        (n for n in changed if n.startswith("rewrite.")), key=lambda n: (n != "rewrite.target", n)
+    )
+    words = " ".join(_word(n, given[n]) for n in [*rewrite, *sorted({*changed} - {*rewrite})])
     return words if len(words) <= LONGEST else f"{words[: LONGEST - 3]}..."
 
 

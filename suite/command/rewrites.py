@@ -81,6 +81,16 @@ def _rewrite(item: object) -> Rewrite:
     raise ConfigurationError(f"rewrites: {shown(item)} is no rewrite: {_HINT}")
 
 
+def each(config: DictConfig) -> Iterator[DictConfig]:
+    """What ``alone`` gives of each, inside it; the configuration itself where it names no several."""
+    if config.get("kind") != "training" or config.get("rewrites") is None:
+        yield config
+        return
+    for rewrite in rewrites_of(config):
+        with alone(config, rewrite) as own:
+            yield own
+
+
 @contextmanager
 def alone(config: DictConfig, rewrite: Rewrite) -> Iterator[DictConfig]:
     """Inside, the command line names this rewrite and no other; the configuration that goes with it."""

@@ -131,3 +131,21 @@ def test_one_page_shows_them_side_by_side(forked, tmp_path):
     assert all((tmp_path / link).is_file() for link in links)
     for arm in ("A candidate.float32", "B candidate.float64", "control control.float32"):
         assert f'data-arm="{arm}"' in page
+
+
+@pytest.mark.slow
+def test_a_sweep_has_a_job_a_seed_and_one_end(train_afresh, tmp_path):
+    few = ["+experiment=split_conv", "steps=2", "float64_steps=2", "local.windows=[]"]
+    done = train_afresh("-m", *few, f"rewrites=[split_conv,{WRONG}]", "seed=0,1", "fail_on=[bug]")
+    assert done.status == 3, done.err
+    assert sorted(verdicts(tmp_path).values()) == ["bug", "round_off"]
+    assert len(list(tmp_path.rglob("run.json"))) == 4
+    assert "rewrites.html" in done.out
+
+
+def test_each_is_shown_as_it_would_run(train):
+    shown = train("+experiment=split_conv", f"rewrites=[split_conv,{WRONG}]", "--cfg", "job", "--resolve")
+    first, second = shown.out.split("---\n")
+    assert "target: models.rewrites.split_conv.split_conv" in first
+    assert f"target: {WRONG}" in second
+    assert "rewrites:" not in shown.out
