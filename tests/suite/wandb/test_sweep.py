@@ -29,23 +29,48 @@ def called(server: Server, *command: str | Path, **more: str) -> subprocess.Comp
     )
 
 
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory):
-    """A server that an agent asked for the runs of the committed sweep, each with small settings."""
-    folder = tmp_path_factory.mktemp("sweep")
+def begun(server: Server, folder: Path, *more: str, parts: tuple[int, ...] = (2, 4)) -> str:
+    """The name of the committed sweep on this server, over these parts and with small settings."""
     told = yaml.safe_load(SWEEP.read_text())
+    assert told["parameters"] == {"rewrite.options.parts": {"values": [2, 4]}}
+    told["parameters"]["rewrite.options.parts"]["values"] = list(parts)
     short = [setting for setting in SHORT.split() if not setting.startswith("seed=")]
-    told["command"] = [*told["command"], *short, f"results={folder}/runs"]
+    told["command"] = [*told["command"], *short, *more, f"results={folder}/runs"]
     file = folder / "sweep.yaml"
     file.write_text(yaml.safe_dump(told))
+    made = called(server, BIN / "wandb", "sweep", file, WANDB_DIR=str(folder))
+    assert made.returncode == 0, made.stderr
+    (sweep,) = server.sweeps
+    return sweep
+
+
+def carried_out(server: Server, folder: Path, sweep: str) -> str:
+    """What the agent printed, and the command that it started."""
+    agent = called(server, BIN / "wandb", "agent", f"{ENTITY}/driftlab/{sweep}", WANDB_DIR=str(folder))
+    assert agent.returncode == 0, agent.stderr
+    return agent.stdout
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """A server that an agent asked for the runs of the sweep."""
+    folder = tmp_path_factory.mktemp("sweep")
     with Server() as server:
-        made = called(server, BIN / "wandb", "sweep", file, WANDB_DIR=str(folder))
-        assert made.returncode == 0, made.stderr
-        (sweep,) = server.sweeps
-        agent = called(server, BIN / "wandb", "agent", f"{ENTITY}/driftlab/{sweep}", WANDB_DIR=str(folder))
-        assert agent.returncode == 0, agent.stderr
+        sweep = begun(server, folder)
+        carried_out(server, folder, sweep)
         assert server.unanswered == []
         yield server, server.sweeps[sweep]
+
+
+def test_an_agent_goes_on_where_the_server_takes_no_run(tmp_path):
+    with Server() as server:
+        sweep = begun(server, tmp_path, "seed=0", "logger.patience=4", parts=(2,))
+        server.trouble = lambda path, operation: 500 * (operation == "UpsertBucket")
+        said = carried_out(server, tmp_path, sweep)
+    assert "is kept offline" in said
+    assert "to sync" in said
+    assert server.runs == {}
+    assert len(list(tmp_path.rglob("offline-run-*/*.wandb"))) == 2
 
 
 def test_each_planned_run_is_the_verdict_of_its_settings(swept):
