@@ -162,8 +162,8 @@ def test_arms_in_16_bits_train_as_on_the_cpu(cuda, precision):
     assert skipped[0] == skipped[1]
 
 
-@pytest.mark.parametrize("precision", in_16_bits.MIXED)
-def test_a_diagnosis_asks_under_the_autocast_of_the_device(cuda, precision):
+@pytest.mark.parametrize("precision", in_16_bits.ALL)
+def test_a_diagnosis_asks_in_the_precision_on_the_device(cuda, precision):
     networks = (
         in_16_bits.unfolded().to("cuda"),
         in_16_bits.rewritten(lambda out: out.flip(-1), "cuda").to("cuda"),

@@ -186,7 +186,7 @@ def fresh(precision, device="cpu"):
 
 
 class Hooked(nn.Module):
-    """A layer whose output, or its gradient, is changed under autocast alone."""
+    """A layer whose output, or its gradient, is changed in 16 bits alone."""
 
     def __init__(self, layer, change, device="cpu"):
         super().__init__()
@@ -194,7 +194,8 @@ class Hooked(nn.Module):
 
     def forward(self, x):
         out = self.layer(x)
-        return self.change(out) if torch.is_autocast_enabled(self.device) else out
+        in_16_bits = torch.is_autocast_enabled(self.device) or self.layer.weight.dtype is torch.bfloat16
+        return self.change(out) if in_16_bits else out
 
 
 class InChunks(nn.Linear):
