@@ -105,7 +105,7 @@ def _cost(plan: Plan, values: Values) -> str:
     chunk = plan.chunk
     ends = sorted({plan.cost_batches[0], plan.cost_batches[-1]})
     times = " and ".join(
-        f"{cost_ratio(values, n, chunk):.2g} times for {say.counted(n, 'row')}" for n in ends
+        f"{cost_ratio(values, n, chunk):.3g} times for {say.counted(n, 'row')}" for n in ends
     )
     moved = any(p["answers"] > 1 for p in say.all_rows(values, "places", chunk=chunk))
     place = " in the same place of its chunk" if moved else ""

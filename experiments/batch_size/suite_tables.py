@@ -89,7 +89,7 @@ def _on_costs(plan: Plan, values: Values) -> str:
     )
     best = {b: min(plan.cost_chunks, key=lambda c, b=b: cost_ratio(values, b, c)) for b in plan.cost_batches}
     cheapest = "; ".join(
-        f"{c} for {say.counted(b, 'row')} ({cost_ratio(values, b, c):.2g} times plain)"
+        f"{c} for {say.counted(b, 'row')} ({cost_ratio(values, b, c):.3g} times plain)"
         for b, c in best.items()
     )
     return (

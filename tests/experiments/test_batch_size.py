@@ -1,6 +1,8 @@
 """``+experiment=batch_size``: its parts against second implementations, its answer on small settings."""
 
+import csv
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +40,7 @@ from tests.suite.conftest import set_anew
 
 torch.set_num_threads(1)
 YAML = Path(__file__).resolve().parent.parent.parent / "conf/experiment/batch_size.yaml"
+PUBLISHED = YAML.parents[2] / "results/published/batch_size"
 LOOK = Look("#1b1d21", "#e4e7ec", ("#c8500a", "#0a72b8", "#10704a", "#8a5a00", "#6b3fa0", "#22252a"))
 
 
@@ -242,10 +245,38 @@ def test_answers_from_what_was_stored(measured):
     rows = {(r["norm"], r["arithmetic"], r["inputs"]): r for r in found.tables[0].rows}
     deepest = max(s["depths"][-1]["difference"] for v in values.values() for s in v["sweeps"][:1])
     assert rows["BatchNorm", "float32", "zeros"]["deep"] == deepest
-    assert "expected" not in found.tables[0].columns  # the issue's numbers are of another network
+    assert "expected" not in found.tables[0].columns  # predictions are of another network
     assert "no leak" in found.sentence or "no batch size changes a bit" in found.sentence
     for figure in found.figures:
         figure.draw(Canvas(figsize=(480 / 72, 330 / 72)), LOOK)
+
+
+def test_the_costs_in_the_sentences_are_those_of_the_table(measured):
+    """Seeds of unequal speed: the median of their ratios is not the ratio of their medians."""
+    values = {seed: json.loads(json.dumps(measured[0].values)) for seed in range(3)}
+    for speed, one in zip((1.0, 10.0, 2.0), values.values(), strict=True):
+        for c in one["costs"]:
+            c["milliseconds"] = speed if c["chunk"] is None else speed * (5 - speed / 3) * c["chunk"]
+    config = chosen("suite.rows=3")
+    found = answer(config, values)
+    costs = next(t for t in found.tables if t.name == "costs")
+    (row,) = costs.rows
+    assert f"{row[f'chunk {config.chunk}']:.3g} times for {row['batch']} row" in found.sentence
+    cheapest = min(v for k, v in row.items() if k.startswith("chunk"))
+    assert f"for {row['batch']} row ({cheapest:.3g} times plain)" in costs.conclusion
+
+
+def test_the_published_costs_are_those_of_the_published_table():
+    page = (PUBLISHED / "README.md").read_text()
+    found = {int(r["batch size"]): r for r in csv.DictReader((PUBLISHED / "tables/costs.csv").open())}
+    said = re.findall(r"([\d.]+) times for (\d+) rows?", page)
+    said += re.findall(r"for (\d+) rows? \(([\d.]+) times plain\)", page)
+    assert len(said) == 5
+    for ratio, batch in said[:2]:
+        assert f"{float(found[int(batch)]['chunks of 8 (times plain)']):.3g}" == ratio
+    for batch, ratio in said[2:]:
+        least = min(float(v) for k, v in found[int(batch)].items() if k.startswith("chunks of"))
+        assert f"{least:.3g}" == ratio
 
 
 @pytest.mark.parametrize(("coarse", "said"), [(1e-4, True), (2e-7, False)])
