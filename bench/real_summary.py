@@ -12,18 +12,14 @@ from statistics import median
 from bench.case import Case
 from bench.habits import Rule, Score, score
 from bench.real_habits import HABITS, Seen
+from bench.real_rates import AS_A_HABIT, GROUPS, opening, real_rates
 from bench.run import Outcome
 from bench.summary import _table
 from driftlab.glossary import PUBLISHED_NOTE
 from driftlab.verdict.statistics import clopper_pearson
 
-GROUPS = {
-    "real bug": "published bugs",
-    "mended bug": "the same, mended",
-    "right pair": "right pairs out of libraries",
-}
 CLEARED = {"round_off": True, "bit_identical": True, "bug": False}
-DRIFTLAB = Rule("driftlab", "driftlab's verdict", lambda verdict: CLEARED.get(verdict))
+DRIFTLAB = Rule("driftlab", AS_A_HABIT, lambda verdict: CLEARED.get(verdict))
 
 
 @dataclass(frozen=True)
@@ -113,18 +109,12 @@ def _csv(rows: Sequence[dict]) -> str:
 
 def as_markdown(judged: Sequence[Judged], command: str) -> str:
     """One page: what was asked, what was found at first sight and now, what was wrong, what habits say."""
-    return "\n\n".join([HEAD, *_found(judged), *_habits(judged), *_made(judged, command)]) + "\n"
+    rates = real_rates(as_csv(judged), habits_csv(judged))
+    parts = [*HEAD, *opening(rates), *_found(judged), *_habits(judged), *_made(judged, command)]
+    return "\n\n".join(parts) + "\n"
 
 
-HEAD = f"""# Bugs that people made and published
-
-{PUBLISHED_NOTE}
-
-Does the verdict hold on faults that nobody of this project thought of? Each case is a small network of ours
-with a fault that somebody published (link, versions and what was wrong: [cases.csv](cases.csv)), beside its
-mended form, which is right; and right pairs made of transformers, timm, torchvision, peft and torch. All of
-them were chosen and written before any was diagnosed, and all are reported. `driftlab.diagnose` ran with its
-defaults, on one thread. The code: `bench/real_bugs/`."""
+HEAD = ("# Bugs that people made and published", PUBLISHED_NOTE)
 
 
 def _found(judged: Sequence[Judged]) -> list[str]:
@@ -221,14 +211,12 @@ def _made(judged: Sequence[Judged], command: str) -> list[str]:
     seconds = [j.outcome.seconds for j in judged]
     libraries = sorted({j.case.source.versions for j in judged if j.outcome.kind == "right pair"})
     return [
-        "## How sure",
-        "The networks are thin, the faults are written anew from what the threads say, and the choice "
-        "was ours: the figures are an estimate for faults like these, not for all. A mended form and "
-        "its fault share a network, so that the interval over all is nominal. What a case expects of "
-        "the place was written before its diagnosis and not touched after. First sights are of two days: "
-        "46 faults, 45 mended forms and 19 right pairs were judged before compiled code, outputs and ports "
-        "had been worked on, the others after. Two of the mended forms that were called a bug were at fault "
-        "themselves (on batches of three, for which they were not written), and were corrected.",
+        "## What was written when",
+        "What a case expects of the place was written before its diagnosis and not touched after. First "
+        "sights are of two days: 46 faults, 45 mended forms and 19 right pairs were judged before compiled "
+        "code, outputs and ports had been worked on, the others after. Two of the mended forms that were "
+        "called a bug were at fault themselves (on batches of three, for which they were not written), and "
+        "were corrected.",
         "## How it was made",
         f"`{command}`; n = {len(judged)}, {median(seconds):.1f} s a case (median), {max(seconds):.1f} s "
         f"at most; {', '.join(libraries)}, Python {platform.python_version()}, CPU.",

@@ -10,13 +10,14 @@ from statistics import median
 
 import torch
 
+from bench.rates import FIRST, TODAY, Rate
 from bench.run import Outcome, confusion
 from driftlab.glossary import PUBLISHED_NOTE
-from driftlab.verdict.statistics import clopper_pearson
 from driftlab.words import Verdict
 
 VERDICTS = [str(v) for v in Verdict]
-SETS = {"all cases": None, "development": False, "held out": True}
+ALL = "all cases"
+SETS = {ALL: None, "development": False, "held out": True}
 
 
 def as_markdown(outcomes: Sequence[Outcome], command: str, room: str, first: Sequence[Outcome] = ()) -> str:
@@ -29,9 +30,9 @@ def as_markdown(outcomes: Sequence[Outcome], command: str, room: str, first: Seq
     parts = [
         "# How often the diagnosis is right",
         PUBLISHED_NOTE,
-        *head(rates(outcomes)[0], rates(first)[0] if first else None, room),
+        *head(rates(outcomes), rates(first, FIRST), room),
         "## Today",
-        _table(HEADER, rates(outcomes)),
+        _table(HEADER, table_rows(rates(outcomes))),
         *_first_sight(first),
         "## Confusion matrix",
         "Rows: the true label. Columns: the verdict. A case with several right verdicts counts under its "
@@ -46,8 +47,8 @@ def as_markdown(outcomes: Sequence[Outcome], command: str, room: str, first: Seq
     return "\n\n".join(parts) + "\n"
 
 
-def head(today: Sequence[str], first: Sequence[str] | None, room: str) -> list[str]:
-    """What was asked, what was found, how sure it is; the two are rows of ``rates``."""
+def head(today: Sequence[Rate], first: Sequence[Rate], room: str) -> list[str]:
+    """What was asked, what was found, how sure it is; of the rates those over all cases."""
     asked = (
         "**Asked.** How often does `driftlab.diagnose`, with its defaults and on one thread, say what is "
         "known of a pair of networks? The verdict that is right, and the place, are part of each case "
@@ -58,15 +59,15 @@ def head(today: Sequence[str], first: Sequence[str] | None, room: str) -> list[s
         found.insert(0, f"- At first sight, which is the estimate for a new case: {_said(first)}.")
         found.append("- In between, the rules were mended where they were wrong in kind.")
     sure = (
-        "**How sure.** Intervals are Clopper and Pearson's, of 95 %. Cases share networks, so intervals are "
-        "nominal. People of this project wrote the cases: they are no sample of anybody's code."
+        "**How sure.** In brackets: Clopper and Pearson's interval of 95 %. Cases share networks, so "
+        "intervals are nominal. People of this project wrote the cases: they are no sample of anybody's "
+        "code. All rates as numbers: [rates.csv](rates.csv)."
     )
     return [asked, "**Found.**", "\n".join(found), sure]
 
 
-def _said(row: Sequence[str]) -> str:
-    _, right, place, alarms, missed = row
-    return f"right verdict {right}, right place {place}, false alarms {alarms}, missed bugs {missed}"
+def _said(rates: Sequence[Rate]) -> str:
+    return ", ".join(f"{r.measure} {r}" for r in rates if r.cases == ALL)
 
 
 def _first_sight(first: Sequence[Outcome]) -> list[str]:
@@ -79,40 +80,35 @@ def _first_sight(first: Sequence[Outcome]) -> list[str]:
         "they gave when they were judged for the first time ([held_out_first.csv](held_out_first.csv)); the "
         "rules were then mended where they were wrong in kind, so that the table above is no estimate for "
         "new cases, and this one is.",
-        _table(HEADER, rates(first)),
+        _table(HEADER, table_rows(rates(first, FIRST))),
     ]
 
 
-def rates(outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
-    """A row a set: name, right verdicts, right places, false alarms, missed bugs."""
-    rows = []
+def rates(outcomes: Sequence[Outcome], when: str = TODAY) -> list[Rate]:
+    """Of each set: right verdicts, right places, false alarms, missed bugs."""
+    found = []
     for name, held_out in SETS.items():
         chosen = [o for o in outcomes if held_out is None or o.held_out is held_out]
         if not chosen or (held_out is not None and len(chosen) == len(outcomes)):
             continue
-        placed = [o for o in chosen if o.placed is not None]
         harmless = [o for o in chosen if o.label in ("round_off", "bit_identical")]
-        bugs = [o for o in chosen if o.label == "bug"]
-        rows.append(
-            (
-                name,
-                share(sum(o.right for o in chosen), len(chosen)),
-                share(sum(o.placed for o in placed), len(placed)),
-                share(sum(o.verdict == "bug" and not o.right for o in harmless), len(harmless)),
-                share(sum(not o.right for o in bugs), len(bugs)),
-            )
-        )
-    return rows
+        counted = {
+            "right verdict": [o.right for o in chosen],
+            "right place": [o.placed for o in chosen if o.placed is not None],
+            "false alarms": [o.verdict == "bug" and not o.right for o in harmless],
+            "missed bugs": [not o.right for o in chosen if o.label == "bug"],
+        }
+        found += [Rate(when, name, "driftlab", m, sum(said), len(said)) for m, said in counted.items()]
+    return found
 
 
 HEADER = ("cases", "right verdict", "right place", "false alarms", "missed bugs")
 
 
-def share(count: int, n: int) -> str:
-    if not n:
-        return f"{count} of {n}"
-    low, high = clopper_pearson(count, n)
-    return f"{count} of {n} ({100 * count / n:.1f} %; {100 * low:.1f} to {100 * high:.1f})"
+def table_rows(rates: Sequence[Rate]) -> list[tuple[str, ...]]:
+    """A row a set, under ``HEADER``."""
+    names = dict.fromkeys(r.cases for r in rates)
+    return [(name, *(str(r) for r in rates if r.cases == name)) for name in names]
 
 
 def _matrix(outcomes: Sequence[Outcome]) -> str:

@@ -33,9 +33,11 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from bench import cases, held_back, ported, real_bugs, real_summary  # noqa: E402
+from bench.rates import FIRST, rates_csv  # noqa: E402
 from bench.real_habits import Seen, seen_of  # noqa: E402
+from bench.real_rates import real_rates  # noqa: E402
 from bench.run import Outcome, all_cases, confusion, run_case  # noqa: E402
-from bench.summary import HEADER, VERDICTS, as_csv, as_markdown, rates, read_csv  # noqa: E402
+from bench.summary import HEADER, VERDICTS, as_csv, as_markdown, rates, read_csv, table_rows  # noqa: E402
 from driftlab.record.seed_record import write_whole  # noqa: E402
 
 PUBLISHED = ROOT / "results" / "published"
@@ -80,6 +82,7 @@ def _publish(of: str, found: dict, answers: list[Answer], command: str) -> Path:
     seen = read_csv(first.read_text())
     write_whole(folder / "README.md", as_markdown(outcomes, command, ROOMS[of].__name__, seen))
     write_whole(folder / "cases.csv", as_csv(outcomes))
+    write_whole(folder / "rates.csv", rates_csv([*rates(outcomes), *rates(seen, FIRST)]))
     return folder
 
 
@@ -95,6 +98,8 @@ def _publish_real(found: dict, answers: list[Answer], command: str) -> Path:
     write_whole(folder / "README.md", real_summary.as_markdown(judged, command))
     write_whole(folder / "cases.csv", real_summary.as_csv(judged))
     write_whole(folder / "habits.csv", real_summary.habits_csv(judged))
+    rates = real_rates(real_summary.as_csv(judged), real_summary.habits_csv(judged))
+    write_whole(folder / "rates.csv", rates_csv(rates))
     return folder
 
 
@@ -132,7 +137,7 @@ def _show(outcomes: list[Outcome]) -> None:
     for label, row in table.items():
         matrix.add_row(label, *(str(row[c] or "") for c in columns), str(sum(row.values())))
     shares = Table(*HEADER)
-    for row in rates(outcomes):
+    for row in table_rows(rates(outcomes)):
         shares.add_row(*row)
     console.print(matrix, shares)
     seconds = sorted(o.seconds for o in outcomes)

@@ -11,21 +11,24 @@ import io
 from pathlib import Path
 
 from bench.low_precision.case import cases
-from bench.low_precision.judged import Judged, judged, summary, wrong
+from bench.low_precision.judged import OURS, TOLERANCE, Judged, judged, rates, summary, together, wrong
+from bench.rates import FIRST, rates_csv
 from driftlab.glossary import PUBLISHED_NOTE
 from driftlab.record.seed_record import write_whole
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "results" / "published" / "low_precision"
-ABOUT = f"""# Pairs in 16 bits
-
-{PUBLISHED_NOTE}
-
-Small kernels in bfloat16 and float16 on the CPU, right ones, wrong ones and ones in fewer bits, written by
-people who had not seen the diagnosis (`bench/low_precision/`). Each is judged by `assert_equivalent` without
-a tolerance, on one thread; beside it by `torch.testing.assert_close` on outputs and gradients, with the
-tolerances that projects of such kernels have in their tests. Written by `python -m bench.low_precision`.
+TITLE = f"# Pairs in 16 bits\n\n{PUBLISHED_NOTE}\n"
+ASKED = """**Asked.** Does `assert_equivalent`, without a tolerance and on one thread, say what is known of
+small kernels in bfloat16 and float16: right ones, wrong ones and ones in fewer bits? Beside it:
+`torch.testing.assert_close` on outputs and gradients, with the tolerances that projects of such kernels have
+in their tests. The code: `bench/low_precision/`.
 """
-FIRST = """
+SURE = """
+**How sure.** On the CPU alone. The pairs were written by people who had not seen the diagnosis, half of them
+held out; they are no sample of anybody's code. In brackets: Clopper and Pearson's interval of 95 %. As
+numbers: [rates.csv](rates.csv).
+"""
+AT_FIRST = """
 ## At first sight
 
 The held-out half was judged once, after the rules had been tuned on the other half. This is what came out
@@ -33,6 +36,11 @@ The held-out half was judged once, after the rules had been tuned on the other h
 no estimate for new pairs, and this one is. Three are a matter of what a pair is called: `lengths_*` divide by
 a length without the reference's least one, which rows of zeros show; `one_plus_rounded_twice` rounds the
 gradient of a weight to float16, which the reference keeps in float32.
+"""
+MADE = """
+## How it was made
+
+`python -m bench.low_precision`
 """
 
 
@@ -45,7 +53,7 @@ def main() -> int:
         mark, habit = "" if one.right else "WRONG", "accused" if one.by_tolerance else "passed"
         said = f"{one.label}, said {one.said} {one.measured} in {one.seconds} s, by tolerance {habit}"
         print(f"{mark:6}{one.name} ({one.precision}): {said}", flush=True)
-    print(summary(found))
+    print(summary(rates(found)))
     if arguments.half is None and not arguments.words and not arguments.dry:
         publish(found)
     return 0
@@ -59,8 +67,21 @@ def publish(found: list[Judged]) -> None:
         write_whole(first, as_csv([one for one in found if one.held_out]))
     seen = [Judged.of(row) for row in csv.DictReader(io.StringIO(first.read_text()))]
     write_whole(PUBLISHED / "cases.csv", as_csv(found))
-    parts = (ABOUT, summary(found), wrong(found), FIRST, summary(seen), wrong(seen))
-    write_whole(PUBLISHED / "README.md", "\n".join(parts))
+    write_whole(PUBLISHED / "rates.csv", rates_csv([*rates(found), *rates(seen, FIRST)]))
+    write_whole(PUBLISHED / "README.md", page(found, seen))
+
+
+def page(found: list[Judged], seen: list[Judged]) -> str:
+    """What was asked and found, how sure it is, the tables; ``seen``: the held-out half at first sight."""
+    today, first = rates(found), rates(seen, FIRST)
+    said = (
+        "**Found.**\n",
+        f"- At first sight, which is the estimate for a new pair: right about {together(first, OURS)}.",
+        f"- Today: right about {together(today, OURS)}.",
+        f"- By tolerance: right about {together(today, TOLERANCE)}.",
+    )
+    parts = (TITLE, ASKED, *said, SURE, "## Today\n", summary(today), wrong(found))
+    return "\n".join((*parts, AT_FIRST, summary(first), wrong(seen), MADE))
 
 
 def as_csv(found: list[Judged]) -> str:

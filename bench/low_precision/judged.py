@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from bench.low_precision.case import Case
-from bench.summary import share
+from bench.rates import TODAY, Rate
 from driftlab import DiagnoseError, assert_equivalent
 from driftlab.network.calling import calling, cast, each_tensor, named_leaves
 from driftlab.precision import PRECISIONS
 
 SAID = {"not the same function": "bug", "fewer bits": "fewer_bits", "would mean nothing": "nondeterministic"}
+OURS, TOLERANCE = "assert_equivalent", "assert_close"
 
 
 @dataclass(frozen=True)
@@ -117,18 +118,33 @@ def _computed(case: Case, module: nn.Module, inputs: object) -> Mapping[str, Ten
     return pytree.tree_map(Tensor.detach, outputs | gradients)
 
 
-def summary(found: Iterable[Judged]) -> str:
-    """A table in Markdown: right of all, by half and label, with its interval; and how a tolerance does."""
+def rates(found: Iterable[Judged], when: str = TODAY) -> list[Rate]:
+    """Right of all, by half and label: of ``assert_equivalent``, and of a tolerance."""
     found = list(found)
-    lines = ["| half | label | cases | right | right by tolerance |", "| --- | --- | --- | --- | --- |"]
+    counted = []
     for held_out, label in product((False, True), ("right", "bug", "fewer_bits")):
         part = [j for j in found if (j.held_out, j.label) == (held_out, label)]
-        half = "held out" if held_out else "first"
+        cases = f"{'held out' if held_out else 'first'}: {label}"
         by_tolerance = sum(j.by_tolerance != (label == "right") for j in part)
         if part:
-            counts = f"{share(sum(j.right for j in part), len(part))} | {by_tolerance}"
-            lines.append(f"| {half} | {label} | {len(part)} | {counts} |")
+            counted.append(Rate(when, cases, OURS, "right", sum(j.right for j in part), len(part)))
+            counted.append(Rate(when, cases, TOLERANCE, "right", by_tolerance, len(part)))
+    return counted
+
+
+def summary(rates: Iterable[Rate]) -> str:
+    """A table in Markdown, of what ``rates`` gives."""
+    rates = list(rates)
+    lines = ["| half | label | cases | right | right by tolerance |", "| --- | --- | --- | --- | --- |"]
+    for own, habit in zip(rates[::2], rates[1::2], strict=True):
+        lines.append(f"| {own.cases.replace(': ', ' | ')} | {own.n} | {own} | {habit.count} |")
     return "\n".join(lines)
+
+
+def together(rates: Iterable[Rate], by: str) -> Rate:
+    """Over all halves and labels."""
+    chosen = [r for r in rates if r.by == by]
+    return Rate(chosen[0].when, "all", by, "right", sum(r.count for r in chosen), sum(r.n for r in chosen))
 
 
 def wrong(found: Iterable[Judged]) -> str:
