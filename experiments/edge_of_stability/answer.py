@@ -40,7 +40,7 @@ def _edge(values: Values) -> str:
     differ = sum(over.differing(v["runs"], "control") > 0 for v in values.values())
     return (
         f"Training is unstable at learning rate{'s' * (len(rates) > 1)} {listed(rates)}: there reference "
-        f"and control, one ulp apart in one weight, end differently in {differ} of {seeds(values)}."
+        f"and control, which differ by one ulp in one weight, end differently in {differ} of {seeds(values)}."
     )
 
 

@@ -15,7 +15,7 @@ from suite.showing.wording import seeds
 
 EDGE, FALLEN, SIDE = "edge", "fallen", "side_of_{}"
 _QUESTIONS = {
-    EDGE: "At how many learning rates do reference and control, one ulp apart, end differently?",
+    EDGE: "At how many learning rates do reference and control, which differ by one ulp, end differently?",
     FALLEN: "At how many learning rates does the reference or the control diverge?",
 } | {
     SIDE.format(arm): f"At how many more learning rates does the {arm} diverge than the reference?"
@@ -104,8 +104,8 @@ def _decided(evidence: Sequence[Evidence], outcomes: Mapping[str, Evidence]) -> 
         )
     if outcomes[EDGE].measured:
         return Verdict.UNSTABLE, (
-            "the same function, but the training is unstable: reference and control, one ulp apart, end "
-            f"differently {outcomes[EDGE].reading}"
+            "the same function, but the training is unstable: reference and control, which differ by one "
+            f"ulp in one weight, end differently {outcomes[EDGE].reading}"
         )
     if outcomes[FALLEN].measured:
         return Verdict.UNSTABLE, (

@@ -104,7 +104,7 @@ def is_told(p: float) -> bool:
 
 
 def edge(values: Values) -> list[float]:
-    """The rates at which control and reference, one ulp apart, end differently in some seed."""
+    """The rates at which control and reference, which differ by one ulp, end differently in some seed."""
     return [rate for rate in rates(values) if paired(values, "control", rate).differing]
 
 

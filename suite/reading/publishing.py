@@ -13,6 +13,7 @@ from driftlab.record.seed_record import SeedRecord, write_whole
 from suite.command.errors import ConfigurationError
 from suite.reading.archive import read_judged
 from suite.reading.judging import Judged, check_no_links, repeat_command, write_shown
+from suite.reading.opening import opening, paragraph
 from suite.reading.publishing_curves import published_curves
 from suite.reading.stored import SETTINGS
 
@@ -58,29 +59,17 @@ def _page(judged: Judged, answer: Mapping, page: Path) -> Iterable[str]:
     settings, judgement = judged.settings, judged.judgement
     yield f"# {settings.name}\n"
     yield f"{PUBLISHED_NOTE}\n"
-    yield from head(
-        settings, len(judged.records), f"`{judgement.verdict}`: {judgement.headline}.", answer["sentence"]
-    )
+    verdict = f"`{judgement.verdict}`: {judgement.headline}."
+    controlled = any(arm.startswith("control.") for record in judged.records for arm in record.arms)
+    yield from opening(settings, len(judged.records), controlled, verdict, answer["sentence"])
     for figure in answer["figures"]:
         yield f"## {figure['title']}\n"
         yield f"![{figure['title']}](figures/{figure['name']}.png)\n"
         yield f"{figure['caption']}\n"
     for table in answer["tables"]:
         yield f"## {table['title']}\n"
-        yield f"{table['conclusion']}\n"
+        yield paragraph(table["conclusion"])
         yield from _table(table, page / "tables" / f"{table['name']}.numbers.csv")
-
-
-def head(settings: Mapping, seeds: int, verdict: str, sentence: str) -> Iterable[str]:
-    """What was asked and where, what was found, a sentence a line, and how sure it is."""
-    asked = settings.get("question") or f"Is it so that {settings['hypothesis']}?"
-    yield f"**Asked.** {' '.join(text for text in (asked, settings.get('source')) if text)}\n"
-    yield f"**Found.** {verdict}\n"
-    yield from (f"- {line}" for line in re.split(r"(?<=[.?!]) (?=[A-Z])", sentence))
-    sure = (
-        f"n = {seeds} seed{'s' * (seeds != 1)}, beside a control that differs by one unit in the last place."
-    )
-    yield f"\n**How sure.** {' '.join(text for text in (sure, settings.get('caveat')) if text)}\n"
 
 
 def _data_and_size(run: Mapping, settings: Mapping) -> Iterable[str]:
