@@ -28,6 +28,8 @@ COLUMNS = {
     "disagreement": "disagreement (% of the test set)",
 }
 _PERCENT = ("test_accuracy", "disagreement")
+_SPREAD = ("weight_distance", "first_flip", "sign_flips", "loss", *_PERCENT)
+_PARTS = {"value": median, "low": min, "high": max, "n": len}
 
 
 def published_curves(page: Path, records: Sequence[SeedRecord]) -> dict:
@@ -37,6 +39,7 @@ def published_curves(page: Path, records: Sequence[SeedRecord]) -> dict:
     columns = {"seed": "seed", **COLUMNS, "measured_at": "step of the weight distance"}
     by_seed = Table("arms", TITLE, columns, rows, "")
     write_whole(page / "tables" / "arms.csv", as_csv(by_seed))
+    write_whole(page / "tables" / "arms.numbers.csv", as_csv(over_seeds(rows)))
     table = Table("arms", TITLE, COLUMNS, [_of_arm(rows, a) for a in all_arms(records)], _how(len(records)))
     name = curves.files[0].stem
     figure = {"name": name, "title": "Drift, sign flips and loss over steps", "caption": curves.caption}
@@ -81,9 +84,8 @@ def _last(series: Mapping[int, float]) -> float | None:
 
 def _of_arm(rows: Sequence[Mapping], arm: str) -> dict:
     mine = [row for row in rows if row["arm"] == arm]
-    spread = ("weight_distance", "first_flip", "sign_flips", "loss", "test_accuracy", "disagreement")
     kinks = any(row["sign_flips"] is not None for row in mine)
-    texts = {key: with_range([row[key] for row in mine]) for key in spread}
+    texts = {key: with_range([row[key] for row in mine]) for key in _SPREAD}
     at = {row["measured_at"] for row in mine if row["measured_at"] is not None}
     if len(at) == 1 and at != {row["steps"] for row in mine}:  # what it is compared with ended before it
         for key in ("weight_distance", "sign_flips"):
@@ -98,6 +100,25 @@ def _of_arm(rows: Sequence[Mapping], arm: str) -> dict:
         "steps": f"{steps[-1]:,}" if steps else None,
         **texts,
     }
+
+
+def over_seeds(rows: Sequence[Mapping]) -> Table:
+    """A row an arm: value (the median over seeds), low, high and n of each measure, in columns of their own.
+
+    Args:
+        rows: an arm in a seed each; None where nothing was measured.
+    """
+    columns = {key: COLUMNS[key] for key in ("arm", "against")}
+    columns |= {f"{key}: {part}": f"{COLUMNS[key]}: {part}" for key in _SPREAD for part in _PARTS}
+    arms = {row["arm"]: row["against"] for row in rows}
+    lines = []
+    for arm, against in arms.items():
+        lines.append({"arm": arm, "against": against})
+        for key in _SPREAD:
+            found = [row[key] for row in rows if row["arm"] == arm and row[key] is not None]
+            numbers = {part: of(found) for part, of in _PARTS.items()} if found else {"n": 0}
+            lines[-1] |= {f"{key}: {part}": number for part, number in numbers.items()}
+    return Table("arms.numbers", TITLE, columns, lines, "")
 
 
 def with_range(values: Iterable[float | None]) -> str:

@@ -138,7 +138,7 @@ def percentages(text):
 
 
 def test_advice_for_the_loss_of_the_thread():
-    words = advice(1.2e4, 1.0, 0.5, 1e-3)  # the issue's: "your loss is 1.2e4 and moves by 1e-3"
+    words = advice(1.2e4, 1.0, 0.5, 1e-3)  # predicted: "your loss is 1.2e4 and moves by 1e-3"
     assert "is 1.2e+04 and moves by 0.001; float32 numbers of that size lie 0.001 apart" in words
     assert "hardly a digit" in words or "no digit" in words
     wide, best = percentages(words)

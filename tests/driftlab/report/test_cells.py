@@ -29,7 +29,7 @@ def apart(*column):
         ("-2.2 (-6.7 to +2.9)", {"value": "-2.2", "low": "-6.7", "high": "2.9"}),
         ("2^-3 (2^-4 to 2^-2)", {"value": "0.125", "low": "0.0625", "high": "0.25"}),
         ("7 of 20", {"value": "7", "n": "20"}),
-        ("7 of 20 (15 % to 59 %)", {"value": "7", "low": "0.15", "high": "0.59", "n": "20"}),
+        ("7 of 20 (15 % to 59 %)", {"count": "7", "value": "0.35", "low": "0.15", "high": "0.59", "n": "20"}),
         ("146 of 1,000", {"value": "146", "n": "1000"}),
         ("2 to 513", {"low": "2", "high": "513"}),
         ("2 / 3 / 5", {"first": "2", "second": "3", "third": "5"}),
@@ -52,6 +52,12 @@ def test_a_cell_of_another_form_stays_under_its_heading():
 def test_a_table_of_numbers_and_words_alone_is_left():
     assert apart("1.5", "2e-07", "") is None
     assert apart("float32", "float64") is None
+    assert apart("2", "depthwise", "") is None
+
+
+def test_a_column_of_words_and_single_numbers_stays_one():
+    table = "groups,equal\n2,7 of 20\ndepthwise,3 of 4\n"
+    assert numbers_apart(table) == "groups,equal: value,equal: n\n2,7,20\ndepthwise,3,4\n"
 
 
 @given(st.lists(st.one_of(st.text(), st.floats(allow_nan=False).map(repr)), min_size=1))
@@ -68,4 +74,7 @@ def test_no_cell_is_lost(cells):
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.parent.name}/{path.stem}")
 def test_what_is_published_beside_a_table_is_made_of_it(path):
     made, beside = numbers_apart(path.read_text()), path.with_suffix(".numbers.csv")
+    if path.stem == "arms":  # of a training: made of the seeds, tests/suite/reading/test_publishing_curves.py
+        assert made is None
+        return
     assert made == (beside.read_text() if beside.exists() else None)

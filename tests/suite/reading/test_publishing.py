@@ -65,7 +65,7 @@ def test_only_what_was_judged_is_published(run, mine, tmp_path):
     assert page == tmp_path / "published" / "split_conv" / "README.md"
     assert "**Found.** `round_off`: " in page.read_text()
     assert {p.name for p in page.parent.rglob("*.*")} == {
-        *("README.md", "arms.csv", "curves_double.svg", "curves_double.png"),
+        *("README.md", "arms.csv", "arms.numbers.csv", "curves_double.svg", "curves_double.png"),
     }
     assert not any("mine" in p.read_text(errors="replace") for p in page.parent.rglob("*.*"))
     assert_untouched(mine)

@@ -2,12 +2,16 @@
 
 import csv
 import math
+from pathlib import Path
 
 import pytest
 
 from driftlab.record.seed_record import SeedRecord
-from suite.reading.publishing_curves import published_curves, sentence, with_range
+from driftlab.report.sections import as_csv
+from suite.reading.publishing_curves import COLUMNS, over_seeds, published_curves, sentence, with_range
 
+PUBLISHED = Path(__file__).resolve().parents[3] / "results/published"
+PARTS = ("value", "low", "high", "n")
 ROLES = ("reference", "candidate", "control")
 
 
@@ -98,3 +102,35 @@ def test_the_page_holds_a_line_an_arm_and_the_file_one_a_seed(tmp_path):
     assert ends == {"0": 1e-06, "1": 2e-06}
     (figure,) = answer["figures"]
     assert (tmp_path / "figures" / f"{figure['name']}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_spread_over_seeds_stands_in_columns_of_its_own(tmp_path):
+    published_curves(tmp_path, [record(0), record(1), record(2, flips=(0, 0, 0))])
+    rows = csv.DictReader((tmp_path / "tables" / "arms.numbers.csv").open())
+    found = {row["arm"]: row for row in rows}
+    drift = [found["candidate.float32"][f"{COLUMNS['weight_distance']}: {part}"] for part in PARTS]
+    assert [float(text) for text in drift] == [2e-6, 1e-6, 3e-6, 3]
+    flips = [found["candidate.float32"][f"{COLUMNS['first_flip']}: {part}"] for part in PARTS]
+    assert [float(text) for text in flips] == [2, 2, 2, 2]  # of two seeds: the third has none
+    missing = [found["candidate.float64"][f"{COLUMNS['test_accuracy']}: {part}"] for part in PARTS]
+    assert missing == ["", "", "", "0"]
+
+
+@pytest.mark.parametrize("name", sorted(p.parents[1].name for p in PUBLISHED.glob("*/tables/arms.csv")))
+def test_what_is_published_over_seeds_is_made_of_the_published_seeds(name):
+    folder = PUBLISHED / name / "tables"
+    keys = {heading: key for key, heading in COLUMNS.items()}
+    keys["disagreement (% of test images)"] = "disagreement"  # as published before data sets of text
+    with (folder / "arms.csv").open() as file:
+        rows = [{keys[h]: t for h, t in row.items() if h in keys} for row in csv.DictReader(file)]
+    for row in rows:
+        numbers = {k: float(t) if t else None for k, t in row.items() if k not in ("arm", "against")}
+        row.update(numbers)
+    made = list(csv.reader(as_csv(over_seeds(rows)).splitlines()))
+    there = list(csv.reader((folder / "arms.numbers.csv").read_text().splitlines()))
+    assert made[0] == there[0]
+    for mine, theirs in zip(made[1:], there[1:], strict=True):
+        assert mine[:2] == theirs[:2]
+        assert [float(t or "nan") for t in mine[2:]] == pytest.approx(
+            [float(t or "nan") for t in theirs[2:]], nan_ok=True
+        )
