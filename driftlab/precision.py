@@ -92,9 +92,9 @@ def trained_in(name: object, handed_over: torch.dtype) -> Precision:
     Raises:
         DiagnoseError: there is none of this name, or no network is trained in it.
     """
-    known = ", ".join(p for p in TRAINED_IN if p != "float64")
-    if name is not None and name not in known.split(", "):
-        raise DiagnoseError(f"precision is {shown(name)}: give one of {known}, or None")
+    known = [p for p in TRAINED_IN if p != "float64"]
+    if name is not None and name not in known:
+        raise DiagnoseError(f"precision is {shown(name)}: give one of {', '.join(known)}, or None")
     found = precision_of(name, handed_over)
     if found.name not in TRAINED_IN:
         raise DiagnoseError(

@@ -195,20 +195,16 @@ FIVE = [f"{{target: models.rewrites.split_conv.split_conv, options: {{dim: {d}, 
 
 def together(overrides: list[str], seeds: int, repeats: int) -> list[float]:
     """Processor time of five rewrites in one command over that of five commands, in turns."""
-    ratios = []
+    ratios, one, five = [], [FIVE], [[rewrite] for rewrite in FIVE]
     for repeat in range(repeats):
-        sides = [lambda: _of_rewrites(overrides, seeds, [FIVE]), lambda: _of_rewrites(overrides, seeds, FIVE)]
+        sides = [lambda: _of_rewrites(overrides, seeds, one), lambda: _of_rewrites(overrides, seeds, five)]
         found = {side: sides[side]() for side in ((0, 1) if repeat % 2 else (1, 0))}
         ratios.append(found[0] / found[1])
     return ratios
 
 
-def _of_rewrites(overrides: list[str], seeds: int, commands: list[list[str] | str]) -> float:
-    began = _children()
-    for rewrites in commands:
-        given = ", ".join(rewrites) if isinstance(rewrites, list) else rewrites
-        _command([f"rewrites=[{given}]", *overrides], seeds)
-    return _children() - began
+def _of_rewrites(overrides: list[str], seeds: int, commands: list[list[str]]) -> float:
+    return sum(_command([f"rewrites=[{', '.join(own)}]", *overrides], seeds)[0] for own in commands)
 
 
 def command_seconds(arguments: list[str], repeats: int) -> float:

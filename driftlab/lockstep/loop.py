@@ -89,7 +89,7 @@ class Lockstep:
         self._sides: dict[str, KinkSides] = {}
         self._draws: dict[tuple[str, bool], Draws] = defaultdict(Draws)
         self.logged = logged or (lambda step: True)
-        self._losses = {arm.name: _loss_of(arm, loss) for arm in self.arms}
+        self._losses = {arm.name: _loss_of(arm, loss) for arm in self._own}
         self._compared = {measure.name: measure.compared for measure in measures_at(Moment.STEP)}
         self._pending: list[tuple[int, list[str], Tensor]] = []
         device = next(self.arms[0].module.parameters()).device
@@ -104,18 +104,19 @@ class Lockstep:
         return self.logged(step) or any(step == arm.horizon for arm in self.arms)
 
     def live(self, step: int) -> list[Arm]:
-        return [arm for arm in self.arms if arm.measured_at(step)]
+        """Of the arms that it steps itself."""
+        return [arm for arm in self._own if arm.measured_at(step)]
 
     def forward_backward(self, step: int, inputs: object, targets: object) -> None:
         """Run every living arm on the batch, leave its gradients, and measure where the step is logged."""
         # the loss tells at every step whether the arm has blown up
         measures = measures_at(Moment.STEP) if self.is_logged(step) else (LOSS,)
         look = self._begun()
-        for arm in (a for a in self._own if a.measured_at(step)):
+        for arm in self.live(step):
             seen = self._run(arm, look.folded, step, inputs, targets)
             look.add(self._named(seen, look.seen), measures)
         self._keep(step, look.measured)
-        self._look = look if self._is_followed else _Look()
+        self._leave(look)
 
     def update(self, step: int) -> None:
         """One step of every arm's optimizer and scheduler, where its horizon and its loss allow it."""
@@ -143,12 +144,12 @@ class Lockstep:
         """What is measured in eval mode over ``batches``, of every arm that still trains at ``step``."""
         self.flush()
         look = self._begun()
-        for arm in (a for a in self._own if a.measured_at(step) and a.blown_up_at is None):
+        for arm in (a for a in self.live(step) if a.blown_up_at is None):
             with arm.otherwise(step):
                 outputs, targets = self.predictions(arm, batches)
             seen = Seen(arm, look.folded, outputs, targets)
             look.add(self._named(seen, look.seen), measures_at(Moment.EVALUATION))
-        self._look = look if self._is_followed else _Look()
+        self._leave(look)
         return {column: float(value) for column, value in look.measured.items()}
 
     def _begun(self) -> _Look:
@@ -159,6 +160,11 @@ class Lockstep:
         seen = {name: s for name, s in first.seen.items() if name in self._shared}
         measured = {c: v for c, v in first.measured.items() if c.partition("/")[2] in self._shared}
         return _Look(first.folded, seen, measured)
+
+    def _leave(self, look: _Look) -> None:
+        """To whoever follows; else nothing of a step outlives it."""
+        if self._is_followed:
+            self._look = look
 
     def predictions(self, arm: Arm, batches: Iterable[tuple[object, object]]) -> tuple[object, object]:
         """Eval-mode outputs of ``arm`` over ``batches``, in float64, and the targets.

@@ -25,11 +25,12 @@ def write_beside(path: Path, sides: Sequence[Side], reports: Sequence[str]) -> P
     from driftlab.report.figures import drift_beside
 
     rows = [_row(side, report) for side, report in zip(sides, reports, strict=True)]
-    control = [row for row in _drift(sides[0]) if row["arm"].startswith("control.")]
     page = template("beside.html.j2").render(
         sides=sides,
         rows=rows,
-        control=control,
+        dtypes=list(dict.fromkeys(dtype for row in rows for dtype in row["drift"])),
+        missing=MISSING,
+        control=_drift(sides[0], "control"),
         drawing=drift_beside(sides),
         stand_in=sides[0].dataset.get("stand_in"),
     )
@@ -38,14 +39,11 @@ def write_beside(path: Path, sides: Sequence[Side], reports: Sequence[str]) -> P
 
 
 def _row(side: Side, report: str) -> dict:
-    """A side with its link and how far its candidate got from the reference, by dtype."""
-    drift = {row["arm"].partition(".")[2]: row for row in _drift(side) if row["arm"].startswith("candidate.")}
-    return {"side": side, "report": report, "drift": drift}
+    """A side with its link and how far its candidate got from the reference."""
+    return {"side": side, "report": report, "drift": _drift(side, "candidate")}
 
 
-def _drift(side: Side) -> list[dict[str, str]]:
-    rows = tables.comparison(side.records)
-    return [
-        {"arm": row["arm"], **{k: row.get(k, MISSING) for k in ("weight_distance", "first_flip")}}
-        for row in rows
-    ]
+def _drift(side: Side, role: str) -> dict[str, dict[str, str]]:
+    """How far the arms of a role got from what they are compared with, by dtype."""
+    rows = ((row["arm"].partition("."), row) for row in tables.comparison(side.records))
+    return {dtype: row for (name, _, dtype), row in rows if name == role}

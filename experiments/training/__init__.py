@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +18,7 @@ from suite.command.jobs import Ran
 from suite.command.leftovers import no_empty_folder
 from suite.command.machine import process_settled
 from suite.command.naming import title
-from suite.command.rewrites import Rewrite, alone, rewrites_of
+from suite.command.rewrites import each, rewrites_of
 from suite.command.schema import Training as Settings
 from suite.command.seeds import parse_seeds
 from suite.command.written import written
@@ -54,85 +55,75 @@ def run(config: DictConfig) -> Ran:
         ConfigurationError, DataError, Unfinished: with one line for the user.
     """
     terminal = Terminal(job=config.get("name") if in_sweep() else "")
-    seeds = parse_seeds(config.get("seed"))
-    if several := rewrites_of(config):
-        return _run_together(config, several, seeds, terminal)
-    settings = resolve(config, terminal.say)
-    with process_settled(settings, terminal.say):
-        experiment, todo = _begun(settings, seeds, terminal, few_are_fast=config.workers == "auto")
-        _carry_out(experiment, todo)
-        return end(experiment, seeds)
-
-
-def _run_together(config: DictConfig, several: list[Rewrite], seeds: list[int], terminal: Terminal) -> Ran:
-    """An experiment for each rewrite; the reference and its controls are trained once for all of them."""
+    seeds, rewrites = parse_seeds(config.get("seed")), len(rewrites_of(config)) or 1
     begun: list[tuple[Experiment, list[int]]] = []
     with ExitStack() as settled:
-        for rewrite in several:
-            with alone(config, rewrite) as own:
-                settings = resolve(own, terminal.say)
-                if not begun:
-                    settled.enter_context(process_settled(settings, terminal.say))
-                first = begun[0][0] if begun else None
-                few_are_fast = config.workers == "auto" and not first
-                found = _begun(settings, seeds, terminal, first, len(several), few_are_fast=few_are_fast)
-            begun.append(found)
-        for place, (experiment, _) in enumerate(begun):
-            todo = [seed for seed in seeds if not is_done(experiment, seed)]
-            beside = tuple(replace(other, first=next(iter(todo), None)) for other, _ in begun[place + 1 :])
-            _carry_out(replace(experiment, beside=beside), todo)
-        return end_together([experiment for experiment, _ in begun], seeds)
+        for own in each(config):
+            settings = resolve(own, terminal.say)
+            if begun:
+                begun.append(_begun_beside(settings, seeds, begun[0][0]))
+                continue
+            settled.enter_context(process_settled(settings, terminal.say))
+            few_are_fast = config.workers == "auto"
+            begun.append(_begun(settings, seeds, terminal, rewrites, few_are_fast=few_are_fast))
+        for place, (experiment, todo) in enumerate(begun):
+            if place:  # those before it may have trained it beside them
+                todo = [seed for seed in todo if not is_done(experiment, seed)]
+            _carry_out(experiment, todo, [other for other, _ in begun[place + 1 :]])
+        experiments = [experiment for experiment, _ in begun]
+        return end(experiments[0], seeds) if rewrites == 1 else end_together(experiments, seeds)
 
 
-def _carry_out(experiment: Experiment, todo: list[int]) -> None:
+def _carry_out(experiment: Experiment, todo: list[int], others: list[Experiment]) -> None:
+    """``others``: experiments with other rewrites, whose seeds train beside these."""
+    first = next(iter(todo), None)
+    beside = tuple(replace(other, first=first) for other in others)
     with experiment.terminal.progress(todo, experiment.settings.steps):
-        carry_out(replace(experiment, first=next(iter(todo), None)), todo, train)
+        carry_out(replace(experiment, first=first, beside=beside), todo, train)
 
 
 def _begun(
-    settings: DictConfig,
-    seeds: list[int],
-    terminal: Terminal,
-    first: Experiment | None = None,
-    rewrites: int = 1,
-    *,
-    few_are_fast: bool,
+    settings: DictConfig, seeds: list[int], terminal: Terminal, rewrites: int, *, few_are_fast: bool
 ) -> tuple[Experiment, list[int]]:
     """The experiment in its folder, with what is measured beforehand, and the seeds that are to be done.
 
     Args:
-        first: that of the first of several rewrites, whose data set and choices the others share.
         rewrites: how many train together.
         few_are_fast: where workers are not worth their start there are none.
     """
     settings = as_begun(_of_its_rewrite(settings), terminal.say)
-    if first:
-        data_set, settings.data = first.data_set, first.settings.data
-    else:
-        data_set = load_data(settings, terminal.say)
-        say_beyond(settings, data_set.test_count, terminal.say)
+    data_set = load_data(settings, terminal.say)
+    say_beyond(settings, data_set.test_count, terminal.say)
     built = build_sketched(on_cpu(settings), data_set, seeds[0])  # what cannot be built leaves no folder
-    experiment = look_up(settings, data_set, terminal)
+    with _in_its_folder(look_up(settings, data_set, terminal), seeds) as (experiment, todo):
+        return _planned(experiment, built, seeds, todo, rewrites, few_are_fast=few_are_fast), todo
+
+
+def _begun_beside(settings: DictConfig, seeds: list[int], first: Experiment) -> tuple[Experiment, list[int]]:
+    """As ``_begun``, of a further rewrite: with the data set and the choices of the first, so that both train
+    as long, unless it had choices of its own already."""
+    terminal = first.terminal
+    settings = as_begun(_of_its_rewrite(settings), terminal.say)
+    settings.data, settings.workers = first.settings.data, first.settings.workers
+    build_sketched(on_cpu(settings), first.data_set, seeds[0])
+    with _in_its_folder(look_up(settings, first.data_set, terminal), seeds) as (experiment, todo):
+        begin(experiment)
+        if todo and experiment.settings.float64_steps == AUTO and first.choice:
+            experiment = settle(experiment, first.choice)
+        if todo and follows_auto(experiment.settings) and first.windows:
+            experiment = settle_windows(experiment, first.windows)
+        terminal.say(f"beside it: {title(experiment.settings)}  {experiment.digest}")
+        return experiment, todo
+
+
+@contextmanager
+def _in_its_folder(experiment: Experiment, seeds: list[int]) -> Iterator[tuple[Experiment, list[int]]]:
+    """The experiment and the seeds that are to be done; inside it has a folder, which is not left empty."""
     with no_empty_folder(experiment.folder):
         make_folder(experiment)
         todo = [seed for seed in seeds if not is_done(experiment, seed)]
         say_outdated(experiment)
-        if first:
-            return _as_the_first(experiment, first, bool(todo)), todo
-        return _planned(experiment, built, seeds, todo, rewrites, few_are_fast=few_are_fast), todo
-
-
-def _as_the_first(experiment: Experiment, first: Experiment, trains: bool) -> Experiment:
-    """With the choices of the first, so that both train as long, unless it had its own already."""
-    begin(experiment)
-    if trains and experiment.settings.float64_steps == AUTO and first.choice:
-        experiment = settle(experiment, first.choice)
-    if trains and follows_auto(experiment.settings) and first.windows:
-        experiment = settle_windows(experiment, first.windows)
-    experiment.settings.workers = first.settings.workers
-    label = f"{title(experiment.settings)}  {experiment.digest}"
-    experiment.terminal.say(f"beside it: {label}")
-    return experiment
+        yield experiment, todo
 
 
 def _of_its_rewrite(settings: DictConfig) -> DictConfig:

@@ -56,10 +56,6 @@ def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfi
     trains = issubclass(schema, Training)
     config = config.copy()
     OmegaConf.set_struct(config, False)
-    if (several := config.pop("rewrites", None)) is not None:  # a training has taken them apart before
-        raise ConfigurationError(
-            f"rewrites={shown(OmegaConf.to_container(several))}: {config.get('name')} has no use for it"
-        )
     config.device = chosen_device(config.get("device"))
     check_interpolations(config)
     if trains:
@@ -73,6 +69,8 @@ def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfi
         raise  # its line is made where that of a composition is
     except OmegaConfBaseException as error:
         raise ConfigurationError(f"the configuration cannot be resolved: {one_line(error)}") from None
+    if (several := values.pop("rewrites", None)) is not None:  # a training has taken them apart before
+        raise ConfigurationError(f"rewrites={shown(several)}: {values['name']} has no use for it")
     _check(values, schema)
     settings = OmegaConf.create(values)
     say_idle(config, settings, schema, say)

@@ -104,7 +104,7 @@ def alone(config: DictConfig, rewrite: Rewrite) -> Iterator[DictConfig]:
         return
     given = HydraConfig.instance().cfg.hydra.overrides
     kept = list(given.task)
-    others = [o for o in kept if not o.lstrip("+").startswith(("rewrites=", "rewrite.target="))]
+    others = [o for o in kept if not o.lstrip("+").startswith("rewrites=")]
     _write(given, [*others, *rewrite.overrides])
     try:
         yield config

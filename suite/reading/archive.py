@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 WRITE_INSTEAD = "write a folder such as results/runs/<experiment>/<digest>, or one above"
 
+# What stands beside the folder of an experiment: the list of its runs, the page of its rewrites.
+BESIDE = (".txt", ".rewrites.html")
+
 
 def find_runs(given: Sequence[str]) -> list[Path]:
     """The experiments' folders at or below the given folders, globs expanded, each once, in their order.
@@ -48,8 +51,9 @@ def find_runs(given: Sequence[str]) -> list[Path]:
 def _below(folder: Path) -> list[Path]:
     """Those in a folder; an experiment's own folder is not searched any further."""
     runs = []
-    if folder.suffix == ".txt" and folder.is_file():  # the list of them, beside their folder
-        folder = folder.with_suffix("")
+    for ending in BESIDE:
+        if folder.is_file():
+            folder = folder.with_name(folder.name.removesuffix(ending))
     for place, folders, files in os.walk(folder):
         folders.sort()
         if SETTINGS in files:

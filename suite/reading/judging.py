@@ -109,7 +109,7 @@ def write_together(runs: Sequence[Judged]) -> Path:
     ]
     kind = runs[0].folder.parent
     reports = [f"{kind.name}/{judged.digest}/report.html" for judged in runs]
-    return write_beside(kind.with_name(f"{kind.name}.rewrites.html"), sides, reports[: len(sides)])
+    return write_beside(kind.with_name(f"{kind.name}.rewrites.html"), sides, reports)
 
 
 def _about(judged: Judged) -> dict:
@@ -183,8 +183,8 @@ def write_shown(folder: Path, answer: Answer) -> dict:
     """
     check_no_links(folder / "tables", folder / "figures")
     for table in answer.tables:
-        write_whole(folder / "tables" / f"{table.name}.csv", as_csv(table))
-        if apart := numbers_apart(as_csv(table)):
+        write_whole(folder / "tables" / f"{table.name}.csv", text := as_csv(table))
+        if apart := numbers_apart(text):
             write_whole(folder / "tables" / f"{table.name}.numbers.csv", apart)
     for figure in answer.figures:
         for suffix, content in as_files(figure).items():

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from omegaconf import DictConfig
 
 from driftlab.record import differing
-from driftlab.record.seed_record import SeedRecord
 from driftlab.report.tables import notable, outcomes
 from suite.command import jobs
 from suite.command.command_line import in_sweep
@@ -42,7 +41,7 @@ def end(experiment: Experiment, seeds: Sequence[int], question: Question | None 
         return jobs.Ran(str(folder), None)
     with alone(settings, folder):
         records = finished(folder, terminal.say, ran_here=True)
-        _none_gone(folder, seeds, records)
+        _check_none_gone(folder, seeds, (record.seed for record in records))
         judged = replace(judge(folder, settings, experiment.digest, records, question), ran_here=True)
         _show(judged, write(judged), terminal)
         _log(judged, settings, terminal)
@@ -51,39 +50,31 @@ def end(experiment: Experiment, seeds: Sequence[int], question: Question | None 
 
 def end_together(experiments: Sequence[Experiment], seeds: Sequence[int]) -> jobs.Ran:
     """As ``end``, of rewrites that were trained together: a verdict and a report each, and one table."""
-    terminal, folders = experiments[0].terminal, [experiment.folder for experiment in experiments]
-    ran = jobs.Ran(str(folders[0]), None, tuple(map(str, folders[1:])))
-    if in_sweep():
-        return ran
-    for folder in folders:
-        _none_gone(folder, seeds, finished(folder, terminal.say, ran_here=True))
-    _end_several(folders, terminal, beside=True)
-    return ran
+    folders = [experiment.folder for experiment in experiments]
+    if not in_sweep():
+        _end_several(folders, experiments[0].terminal, seeds, beside=True)
+    return jobs.Ran(str(folders[0]), None, tuple(map(str, folders[1:])))
 
 
 def end_sweep(ended: Iterable[Mapping]) -> None:
     """One verdict and one report an experiment, over the seeds of all of its jobs; how each job ended."""
     terminal, ended = Terminal(), list(ended)
     jobs.collect(e for e in ended if "folder" not in e)
-    done = [folder for e in ended if e.get("folder") for folder in (e["folder"], *e.get("others", ()))]
-    folders = [Path(folder) for folder in dict.fromkeys(done)]
+    # of each job the experiments that it trained beside each other
+    trained = dict.fromkeys((e["folder"], *e.get("others", ())) for e in ended if e.get("folder"))
+    folders = [Path(folder) for folder in dict.fromkeys(folder for own in trained for folder in own)]
     if len(folders) == 1:
         if judged := _judged(*folders, terminal):
             _show(judged, _pages(judged), terminal)
         return
-    _end_several(folders, terminal, beside=any(e.get("others") for e in ended))
+    _end_several(folders, terminal, beside=len(trained) == 1)
 
 
-def _none_gone(folder: Path, seeds: Sequence[int], records: Iterable[SeedRecord]) -> None:
-    """Raises Unfinished where a seed that had finished is no longer there."""
-    if gone := sorted(set(seeds) - {record.seed for record in records}):
-        which = f"seed{'s' * (len(gone) > 1)} {format_seeds(gone)}"
-        raise Unfinished(f"{folder} no longer holds {which}, finished before: the same command goes on")
-
-
-def _end_several(folders: Iterable[Path], terminal: Terminal, *, beside: bool) -> None:
-    """A verdict and a report each, and one table; of candidates ``beside`` each other a page, too."""
-    found = (judged for folder in folders if (judged := _judged(folder, terminal)))
+def _end_several(
+    folders: Iterable[Path], terminal: Terminal, seeds: Sequence[int] = (), *, beside: bool
+) -> None:
+    """A verdict and a report each, and one table; of candidates ``beside`` one reference a page, too."""
+    found = (judged for folder in folders if (judged := _judged(folder, terminal, seeds)))
     runs = [judged if beside else judged.less_measurements() for judged in found]
     if runs:
         print_whole(terminal.console, runs_table(runs))
@@ -93,8 +84,15 @@ def _end_several(folders: Iterable[Path], terminal: Terminal, *, beside: bool) -
         terminal.file("together", write_together(runs))
 
 
-def _judged(folder: Path, terminal: Terminal) -> Judged | None:
-    """None where it has to be said why it was not."""
+def _check_none_gone(folder: Path, seeds: Sequence[int], found: Iterable[int]) -> None:
+    """Raises Unfinished where a seed that had finished is no longer there."""
+    if gone := sorted({*seeds} - {*found}):
+        which = f"seed{'s' * (len(gone) > 1)} {format_seeds(gone)}"
+        raise Unfinished(f"{folder} no longer holds {which}, finished before: the same command goes on")
+
+
+def _judged(folder: Path, terminal: Terminal, seeds: Sequence[int] = ()) -> Judged | None:
+    """None where it has to be said why it was not. ``seeds``: that had all finished."""
     try:
         settings = read_settings(folder)
         settings.results = str(folder.parent.parent)
@@ -102,6 +100,7 @@ def _judged(folder: Path, terminal: Terminal) -> Judged | None:
             judged = judge_again(folder, terminal.say, ran_here=True)
             if judged is None:
                 raise Unfinished(f"{folder} no longer holds a finished seed: the same command goes on")
+            _check_none_gone(folder, seeds, judged.seeds)
             _log(judged, settings, terminal)
     except ConfigurationError as error:
         jobs.refuse(str(error))

@@ -47,13 +47,18 @@ def probed(
         seconds: that this took.
     """
     training = SeedTraining(experiment, built, home, train, seconds)
-    record = training.inquire(Examined([Finding.from_dict(f) for f in before["probes"]], before["float64"]))
+    record = training.inquire(examined(before))
     for finding in (Finding.from_dict(f) for f in record["probes"]):
         if finding.evidence.status is Status.FAILED:
             experiment.terminal.say(
                 f"seed {record['seed']}: the probe {finding.evidence.probe} {finding.evidence.reading}"
             )
     return record | {"float64": before["float64"], "layers": before["layers"], "instruments": instruments()}
+
+
+def examined(before: Mapping) -> Examined:
+    """What the probes found before any update, of what ``before`` has stored."""
+    return Examined([Finding.from_dict(f) for f in before["probes"]], before["float64"])
 
 
 def before(experiment: Experiment, built: Built, home: Path, start: int) -> dict:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from driftlab.inquiry import Examined
@@ -22,7 +23,6 @@ from driftlab.lockstep.checkpoint import checkpoint_step
 from driftlab.lockstep.loop import Lockstep
 from driftlab.lockstep.together import Together, sharing
 from driftlab.record.seed_record import RecordError, write_sealed
-from driftlab.words import Finding
 from suite.command.errors import Unfinished, one_line, storage
 from suite.command.naming import title
 from suite.command.users_code import told
@@ -33,7 +33,7 @@ from suite.running.first_answer import ends_here, say_first_answer
 from suite.running.local_windows import LocalWindows
 from suite.running.ownership import OwnershipLost
 from suite.running.pace import Warned
-from suite.running.probing import before, finished_record, probed, take_to_its_end
+from suite.running.probing import before, examined, finished_record, probed, take_to_its_end
 from suite.running.recorder import Recorder, Recorders
 from suite.running.run_record import Began, changed, run_record
 from suite.running.spent import Spent
@@ -93,14 +93,12 @@ def _train(runs: Sequence[SeedRun]) -> None:
     lockstep, recorder = runs[0].lockstep, runs[0].recorder
     if len(runs) > 1:
         lockstep, recorder = Together([r.lockstep for r in runs]), Recorders([r.recorder for r in runs])
-    left = [lambda: fit(lockstep, runs[0].built.batches, recorder, runs[0].start)]
 
+    @cache
     def trained() -> None:
         """Once, whoever asks first."""
         with runs[0].spent.on("steps"):
-            for go in left:
-                left.clear()
-                go()
+            fit(lockstep, runs[0].built.batches, recorder, runs[0].start)
 
     try:
         for run in runs:
@@ -178,8 +176,7 @@ class SeedRun:
             self.crash(one_line(error))
             raise
         self.probing = time.perf_counter() - clock
-        findings = [Finding.from_dict(f) for f in self.before["probes"]]
-        self.found = Examined(findings, self.before["float64"])
+        self.found = examined(self.before)
 
     def follow(self) -> None:
         """Make ready for the training, which begins now."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from suite.reading.archive import find_runs
 from tests.suite.conftest import ROOT
 from tests.suite.refusing import assert_refused
 from tests.suite.running.test_workers import command, settings, tables, trained, wait_until
@@ -116,8 +117,9 @@ def test_what_is_no_list_of_rewrites_is_one_line(train, tmp_path, given, text):
     assert not list(tmp_path.rglob("seed=*"))
 
 
-def test_a_question_has_no_use_for_them(train):
-    assert_refused(train("+experiment=kinks", "rewrites=[split_conv]"), "kinks has no use for it")
+@pytest.mark.parametrize("given", ["rewrites=[split_conv]", "rewrites=split_conv"])
+def test_a_question_has_no_use_for_them(train, given):
+    assert_refused(train("+experiment=kinks", given), "kinks has no use for it")
 
 
 @pytest.mark.slow
@@ -131,6 +133,16 @@ def test_one_page_shows_them_side_by_side(forked, tmp_path):
     assert all((tmp_path / link).is_file() for link in links)
     for arm in ("A candidate.float32", "B candidate.float64", "control control.float32"):
         assert f'data-arm="{arm}"' in page
+    below = find_runs([str(path) for path in sorted(tmp_path.iterdir())])  # as a shell expands DIR/*
+    assert sorted(run.name for run in below) == sorted(link.split("/")[1] for link in links)
+
+
+@pytest.mark.slow
+def test_the_page_of_a_training_in_float64_alone(forked, tmp_path):
+    few = ["+experiment=split_conv", "steps=2", "float64_steps=2", "local.windows=[]", "dtypes=[float64]"]
+    done = forked.run(*settings(tmp_path, *few, f"rewrites=[split_conv,{WRONG}]", "seed=0"))
+    assert done.status == 0, done.out
+    assert "final drift, float64" in (tmp_path / "split_conv.rewrites.html").read_text()
 
 
 @pytest.mark.slow
