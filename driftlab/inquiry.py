@@ -6,7 +6,7 @@ Both are a ``Training``, and everything else is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,26 +68,25 @@ class Training(Protocol):
         """The float32 pair after the last update; None where one of the two blew up."""
 
 
+def without_training() -> list[Probe]:
+    """The probes that need none, in their order."""
+    return [probe for probe in every_probe() if probe.ask is not None]
+
+
 def before_training(
-    pair: Pair, batch: tuple[object, object], asking: Callable[[str, int, int], None] = lambda *about: None
+    pair: Pair, batch: tuple[object, object], probes: Iterable[Probe] | None = None
 ) -> tuple[Examined, Examination]:
     """Every probe that needs no training, on one batch: what they found, and on what they found it.
 
     Args:
-        asking: told of each probe before it is asked: its name, its place from 1 on, how many there are.
+        probes: these instead; each is taken once the one before it has answered.
 
     Raises:
         CannotRunError: one of the two does not run on the batch at all.
     """
     found = Examination(pair, batch)
-    list(examine(found, _announced([probe for probe in every_probe() if probe.ask is not None], asking)))
+    list(examine(found, without_training() if probes is None else probes))
     return Examined(found.findings, _seen(found, "float64", True), _seen(found, "dtypes", _BOTH)), found
-
-
-def _announced(probes: Sequence[Probe], asking: Callable[[str, int, int], None]) -> Iterator[Probe]:
-    for place, probe in enumerate(probes, 1):
-        asking(probe.name, place, len(probes))
-        yield probe
 
 
 def _seen(found: Examination, what: str, otherwise: Any) -> Any:

@@ -38,6 +38,7 @@ class Status(StrEnum):
 # Probes that others than themselves know by name.
 FUNCTION, PRECISION, FEWER_SAMPLES, EXCESS = "function", "precision", "fewer_samples", "excess"
 PROCESS_SETTINGS, AS_COMPILED = "process_settings", "as_compiled"
+SAME_START, UPDATE = "same_start", "update"
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Place:
 
 
 # What a stored finding of before findings said so themselves stands for.
-_OFF_THE_PATH = (FEWER_SAMPLES, "rewritten_modules", "update")
+_OFF_THE_PATH = (FEWER_SAMPLES, "rewritten_modules", UPDATE)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from omegaconf import DictConfig  # noqa: E402
 from driftlab.lockstep.arm import Arm  # noqa: E402
 from driftlab.lockstep.loop import Lockstep  # noqa: E402
 from driftlab.network.calling import cast  # noqa: E402
+from driftlab.process.float64_convolutions import computing, faster  # noqa: E402
 from suite.command.configuration import register_resolvers, resolve  # noqa: E402
 from suite.data import load_images  # noqa: E402
 from suite.data.batches import Batches  # noqa: E402
@@ -95,14 +96,15 @@ def bare_seconds(settings: DictConfig, images: Images) -> float:
 
 def _bare_loop(arm: Arm, batches: Batches, lockstep: Lockstep) -> float:
     precision, began = arm.precision, time.perf_counter()
-    for step in range(arm.horizon + 1):
-        inputs, targets = batches.batch(step)
-        arm.optimizer.zero_grad()
-        with precision.forward(arm.module):
-            loss = lockstep.loss(arm.module(cast(inputs, precision.dtype)), targets)
-        arm.backward(loss)
-        if step < arm.horizon:
-            arm.update()
+    with computing():  # the kernels that the lockstep has
+        for step in range(arm.horizon + 1):
+            inputs, targets = batches.batch(step)
+            arm.optimizer.zero_grad()
+            with precision.forward(arm.module):
+                loss = lockstep.loss(arm.module(cast(inputs, precision.dtype)), targets)
+            arm.backward(loss)
+            if step < arm.horizon:
+                arm.update()
     _wait(lockstep)
     return time.perf_counter() - began
 
@@ -244,6 +246,11 @@ def main() -> int:
     parser.add_argument("--rewrites", action="store_true", help="five rewrites in one command alone")
     options = parser.parse_args()
     common = [f"scale={options.scale}", f"data={options.data}", f"logger={options.logger}"]
+    with faster(settings_of([*common, *options.overrides]).fast_float64):
+        return measure(options, common)
+
+
+def measure(options: argparse.Namespace, common: list[str]) -> int:
     if options.rewrites:
         ratios = together([*common, *options.overrides], options.seeds, options.repeats)
         spread = f"n = {len(ratios)}, {min(ratios):.3f}..{max(ratios):.3f}"

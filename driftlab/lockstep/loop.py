@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -40,6 +40,7 @@ from driftlab.network.calling import (
 )
 from driftlab.network.loss import Loss, loss_in, loss_of, one_number
 from driftlab.network.outputs import Outputs
+from driftlab.process import float64_convolutions
 
 Row = dict[str, float]
 
@@ -173,7 +174,11 @@ class Lockstep:
         """
         seed_random_layers(self.seed)
         precision = arm.precision
-        with evaluation_mode(arm.module), self._drawing(arm, training=False), precision.forward(arm.module):
+        with (
+            evaluation_mode(arm.module),
+            self._in_its_dtype(arm, training=False),
+            precision.forward(arm.module),
+        ):
             pairs = [(self.call(arm.module, own_batch(x, precision.dtype)), y) for x, y in batches]
         outputs, targets = pairs[0] if len(pairs) == 1 else map(_joined, zip(*pairs, strict=True))
         return cast(outputs, torch.float64), targets
@@ -182,7 +187,7 @@ class Lockstep:
         seed_random_layers(step_seed(self.seed, step))
         theirs(arm.optimizer.zero_grad, set_to_none=True)
         sides, precision = None, arm.precision
-        with self._drawing(arm, training=True), arm.otherwise(step):
+        with self._in_its_dtype(arm, training=True), arm.otherwise(step):
             with precision.forward(arm.module):
                 outputs = self.call(arm.module, own_batch(inputs, precision.dtype))
                 loss = one_number(theirs(self._losses[arm.name], outputs, cast(targets, precision.dtype)))
@@ -200,10 +205,14 @@ class Lockstep:
             own.leaves = self.outputs.of(own.leaves, against.leaves)
         return own
 
-    def _drawing(self, arm: Arm, training: bool) -> AbstractContextManager[None]:
-        """Inside, a float64 arm draws its random numbers as its float32 arm does."""
-        wide = arm.precision.dtype is torch.float64
-        return self._draws[arm.name, training].as_float32() if wide else nullcontext()
+    @contextmanager
+    def _in_its_dtype(self, arm: Arm, training: bool) -> Iterator[None]:
+        """Inside, a float64 arm draws its random numbers as its float32 arm does, and has its own kernels."""
+        if arm.precision.dtype is not torch.float64:
+            yield
+            return
+        with self._draws[arm.name, training].as_float32(), float64_convolutions.computing():
+            yield
 
     def _keep(self, step: int, measured: dict[str, Tensor]) -> None:
         device = next(iter(measured.values())).device if measured else None

@@ -15,7 +15,7 @@ from driftlab.network.compiled import compiling, eager
 from driftlab.network.pair import Pair
 from driftlab.network.start import Start, start_differences
 from driftlab.probes.probe import Probe
-from driftlab.words import Finding, Verdict, standing
+from driftlab.words import SAME_START, UPDATE, Finding, Verdict, standing
 
 
 @dataclass
@@ -27,7 +27,6 @@ class Examination:
         comparable: whether runs of the two can be compared step by step (they draw the same random numbers).
         trains: whether the two are to be trained; if not, a parameter may be gone into another one.
         narrow_constants: whether one of the two stores constants in float32, so that its float64 is none.
-        narrow_state: whether the candidate keeps weights, or its optimizer's state, in fewer bits.
         compiled: the roles of the networks in which ``torch.compile`` has a part.
     """
 
@@ -36,7 +35,6 @@ class Examination:
     findings: list[Finding] = field(default_factory=list)
     comparable: bool = True
     narrow_constants: bool = False
-    narrow_state: bool = False
     trains: bool = True
     compiled: list[str] = field(default_factory=list)
 
@@ -64,8 +62,14 @@ class Examination:
     @property
     def float64(self) -> bool:
         """Whether the candidate's float64 is float64: it runs, and keeps the bits."""
-        narrow = self.network.float64_not_honoured or self.narrow_constants or self.narrow_state
+        narrow = self.network.float64_not_honoured or self.narrow_constants or self._narrow_state
         return "float64" not in self.network.failed and not narrow
+
+    @property
+    def _narrow_state(self) -> bool:
+        """Whether the candidate keeps weights, or its optimizer's state, in fewer bits."""
+        said = (f.evidence for f in self.findings if f.evidence.probe in (SAME_START, UPDATE))
+        return any(evidence.supports is Verdict.REDUCED_PRECISION for evidence in said)
 
     @property
     def dtypes(self) -> tuple[str, ...]:

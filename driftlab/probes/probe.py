@@ -27,7 +27,8 @@ class Probe:
         order: its rank among the probes.
         ask: what it asks of an examination before any update; None for one that is asked elsewhere.
         decides: whether no acquittal rests without its answer.
-        off_path: whether it feeds modules, or optimizers, what this training may come to later or never.
+        off_path: whether it feeds modules, or optimizers, what this training may come to later or never. Of
+            the code more than of the weights: an experiment asks it of one seed.
         asserted: whether ``assert_equivalent`` asks it.
         as_compiled: whether compiled code runs compiled in it; each further size would compile anew.
     """

@@ -8,7 +8,7 @@ from driftlab.network.start import Start
 from driftlab.probes.examination import Examination
 from driftlab.probes.function import PROBE as FUNCTION
 from driftlab.probes.probe import Probe
-from driftlab.words import Finding, Verdict, standing
+from driftlab.words import SAME_START, Finding, Verdict, standing
 
 
 def ask(found: Examination) -> Iterator[Finding]:
@@ -25,7 +25,6 @@ def ask(found: Examination) -> Iterator[Finding]:
         yield PROBE.finding(0.0, None, says)
         return
     if first.supports is Verdict.REDUCED_PRECISION:
-        found.narrow_state = True
         yield from _forgiven(found)
     yield PROBE.finding(first.measured, first.supports, says, first.place)
 
@@ -52,7 +51,7 @@ def _forgiven(found: Examination) -> Iterator[Finding]:
 
 
 PROBE = Probe(
-    name="same_start",
+    name=SAME_START,
     question="Do both start from the same weights, buffers, modes and trained parameters?",
     threshold=0.0,
     reason="equal values after folding",

@@ -28,7 +28,7 @@ from driftlab.network.start import owner, setting_differences
 from driftlab.probes.examination import Examination
 from driftlab.probes.probe import Probe
 from driftlab.rounding import HALFWAY, UNIT_ROUND_OFF
-from driftlab.words import Finding, Place, Verdict
+from driftlab.words import UPDATE, Finding, Place, Verdict
 
 THRESHOLD = HALFWAY * UNIT_ROUND_OFF["float64"]
 
@@ -188,7 +188,6 @@ def ask(found: Examination) -> Iterator[Finding]:
     how_many = f"{update.touched} of {update.compared} tensors do"
     says = f"{goes}, {update.measured:.2g} (relative) off ({how_many}){why}"
     if fewer_bits:
-        found.narrow_state = True
         says += "; with the rounding taken away it does not"
     supports = Verdict.REDUCED_PRECISION if fewer_bits else Verdict.BUG
     yield PROBE.finding(update.measured, supports, says, update.place)
@@ -204,7 +203,7 @@ def _wavers(found: Examination) -> Update | None:
 
 
 PROBE = Probe(
-    name="update",
+    name=UPDATE,
     question="Given the same gradients, do the two optimizers move folded weights alike?",
     threshold=THRESHOLD,
     reason="2^14.5 units of float64's round-off",

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from driftlab.process import float64_convolutions
 from driftlab.process.flags import settings
 
 PACKAGES = ("driftlab", "torch", "torchvision", "lightning", "hydra-core", "wandb", "numpy")
@@ -60,6 +61,7 @@ def environment(device: torch.device) -> dict:
         "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
         "driver": _driver() if device.type == "cuda" else None,
         "threads": torch.get_num_threads(),
+        "float64_convolutions": "driftlab's" if float64_convolutions.is_wanted() else "torch's",
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn_benchmark": now["cudnn.benchmark"],
         "cudnn_deterministic": now["cudnn.deterministic"],

@@ -33,7 +33,7 @@ class Settings(Training):
         ),
     )
     unread = (*WATCHED, "rewrite", "roles", "dtypes", "float64_steps", "log_schedule", "probe_images")
-    unread += ("loss", "warmup", "scheduler", "clip")
+    unread += ("loss", "warmup", "scheduler", "clip", "fast_float64")
 
     nudged: str
     norm_rate: Positive

@@ -36,6 +36,7 @@ _BY_ITSELF = {
     "warmup": None,
     "clip": None,
     "stop_on_bug": False,
+    "fast_float64": True,
 }
 # What scale=full said before there was auto: digests of other settings hold it still, and kinds of experiment
 # that ask a question take it.

@@ -53,6 +53,8 @@ RULES = (
     Idle("seeds.nudge", "roles", lambda s: "control" not in s.roles, "the control alone is nudged"),
     Idle("float64_steps", "dtypes", _no_float64, "no arm is in float64"),
     Idle("float64_share", "dtypes", _no_float64, "no arm is in float64"),
+    Idle("fast_float64", "dtypes", _no_float64, "no arm is in float64"),
+    Idle("fast_float64", "device", lambda s: s.device == "cuda", "it is of CPUs"),
     Idle("scale.least_float64_steps", "float64_steps", lambda s: s.float64_steps != "auto", "none is chosen"),
     Idle("eval_every", "steps", lambda s: s.eval_every >= s.steps, "the end is evaluated in any case"),
     Idle("learning_rate_schedule", "steps", lambda s: s.steps == 1, "the first step has the full rate"),

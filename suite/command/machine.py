@@ -88,13 +88,14 @@ def jobs_at_once(threads: int | str | None, workers: int | str) -> int:
 
 @contextmanager
 def process_settled(settings: DictConfig, say: Callable[[str], None]) -> Iterator[None]:
-    """Memory, threads, determinism and TF32 of this process as seeds of these settings need them.
+    """Memory, threads, determinism, TF32 and kernels of this process as seeds of these settings need them.
 
     A model, a rewrite or whatever else they run that changes them is said, and changes them in vain.
     """
     import torch
 
     from driftlab.process import settled
+    from driftlab.process.float64_convolutions import faster
 
     _keep_memory()
     if settings.threads is not None:
@@ -103,7 +104,9 @@ def process_settled(settings: DictConfig, say: Callable[[str], None]) -> Iterato
     def tell(line: str) -> None:
         say(line + ("; tf32=true trains every arm on a GPU with it" if "tf32" in line else ""))
 
-    with settled(tf32=settings.tf32, cuda=settings.device == "cuda", say=tell):
+    on_cpu = settings.device == "cpu"
+    fast = faster(on_cpu and settings.get("fast_float64", False))
+    with settled(tf32=settings.tf32, cuda=not on_cpu, say=tell), fast:
         yield
 
 

@@ -275,6 +275,7 @@ class Training(Shared):
     steps: whole(1)
     float64_steps: auto_or(1)
     float64_share: Annotated[float, Gt(0), Lt(1), Must("must be a number above 0 and below 1")]
+    fast_float64: bool
     batch_size: whole(1)
     augment: bool
     eval_every: whole(0)

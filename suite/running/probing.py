@@ -11,17 +11,19 @@ from pathlib import Path
 
 from driftlab.arithmetic.layers import layers
 from driftlab.arithmetic.sizes import fewer_samples
-from driftlab.inquiry import Examined, before_training, inquire
+from driftlab.inquiry import Examined, before_training, inquire, without_training
 from driftlab.lockstep.arm import Arm
 from driftlab.lockstep.window import Snapshots
 from driftlab.probes.examination import Examination
+from driftlab.probes.probe import Probe
 from driftlab.probes.repeat import PROBE as REPEAT
-from driftlab.record.environment import environment, instruments
-from driftlab.record.seed_record import RecordError, SeedRecord, read_json, read_table, write_sealed
+from driftlab.record.environment import instruments
+from driftlab.record.seed_record import RecordError, SeedRecord, read_table, write_sealed
 from driftlab.words import Finding, Status, Verdict
 from suite.command.errors import ConfigurationError
 from suite.data.batches import Batches
-from suite.reading.stored import read_checked, wrong_probe
+from suite.reading.stored import read_checked
+from suite.running.asked_once import asked_once, checked, is_of, made_today
 from suite.running.building import Built, build
 from suite.running.experiment_folder import Experiment
 from suite.running.local_windows import walked
@@ -68,23 +70,18 @@ def before(experiment: Experiment, built: Built, home: Path, start: int) -> dict
         start: the step that the seed goes on with.
 
     One that has no checkpoint yet, and now runs in another environment or by other instruments than its
-    probes did, is probed again; so is a finished one.
+    probes did, is probed again; so is a finished one. Probes off the training's path are asked of one seed.
     """
     if built.pair is None:
         return {"probes": [], "float64": True, "layers": []}
-    stored, made_by = home / "probes.json", {"environment": environment(built.batches.device)}
-    made_by["instruments"] = instruments()
+    stored, made_by = home / "probes.json", made_today(built.batches.device)
     if os.path.lexists(stored) and not os.path.lexists(home / "run.json"):
-        record = _checked(stored)
-        if start or {key: record.get(key) for key in made_by} == made_by:
+        record = checked(stored)
+        if start or is_of(record, made_by):
             return record
     batch = built.batches.batch(0)
     few = fewer_samples(batch, experiment.settings.probe_images)
-
-    def asking(probe: str, place: int, of: int) -> None:
-        experiment.terminal.doing(f"{home.name.replace('=', ' ')}  probe {place} of {of}: {probe}")
-
-    found, examination = before_training(built.pair, few or batch, asking)
+    found, examination = before_training(built.pair, few or batch, _probes(experiment, home.name, made_by))
     record = {
         "probes": [f.as_dict() for f in found.findings],
         "float64": found.float64,
@@ -94,12 +91,12 @@ def before(experiment: Experiment, built: Built, home: Path, start: int) -> dict
     return record
 
 
-def _checked(stored: Path) -> dict:
-    """Raises RecordError where it is not what ``_before`` writes."""
-    record = read_json(stored)
-    if wrong := wrong_probe(record.get("probes")):
-        raise RecordError(f"{stored} is damaged: {wrong} cannot be read")
-    return record
+def _probes(experiment: Experiment, seed: str, made_by: Mapping) -> Iterator[Probe]:
+    """Those that need no training, each announced on the terminal; ``seed`` as its folder is called."""
+    probes = without_training()
+    for place, probe in enumerate(probes, 1):
+        experiment.terminal.doing(f"{seed.replace('=', ' ')}  probe {place} of {len(probes)}: {probe.name}")
+        yield asked_once(probe, experiment.folder, seed, made_by) if probe.off_path else probe
 
 
 def _layers(found: Examination) -> list[dict]:

@@ -15,7 +15,7 @@ def mistaken(*_, **__):
 
 
 def use_instruments(monkeypatch, name):
-    for module in ("experiment_folder", "probing", "run_record"):
+    for module in ("asked_once", "experiment_folder", "probing", "run_record"):
         monkeypatch.setattr(f"suite.running.{module}.instruments", lambda: name)
 
 
@@ -57,6 +57,22 @@ def test_other_instruments_are_said_and_probe_again_without_training(judged, mon
     assert again["evidence"] == first["evidence"]
     judged(*EXPERIMENT, "reprobe=true")  # nothing is left to probe
     assert json.loads(run.read_text()) == after
+
+
+def test_of_several_seeds_one_is_asked_what_lies_off_the_path(judged, tmp_path):
+    judged(*EXPERIMENT, "seed=0..1")
+    (home,) = (path.parent for path in tmp_path.rglob("experiment.yaml"))
+    first, second = (json.loads((home / f"seed={n}" / "run.json").read_text())["probes"] for n in (0, 1))
+    off_path = [p["probe"] for p in first if p["off_path"]]
+    assert {"fewer_samples", "rewritten_modules", "update"} <= set(off_path)
+    for own, other in zip(first, second, strict=True):
+        if own["probe"] in off_path and own["status"] == "answered":
+            assert own == other
+            assert other["reading"].endswith("; asked once, of seed 0")
+        else:
+            assert "asked once" not in own["reading"] + other["reading"]
+    asked = {p["probe"]: p["measured"] for p in first}
+    assert [p["probe"] for p in second if p["measured"] != asked[p["probe"]]]  # weights of its own
 
 
 def test_probing_again_asks_for_the_checkpoint_of_the_end(judged, monkeypatch, tmp_path):

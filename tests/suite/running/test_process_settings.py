@@ -1,7 +1,9 @@
 """A rewrite, or whatever else a run loads, that changes the settings of the whole process."""
 
+import csv
 import json
 
+import pytest
 import torch
 
 from driftlab.process.flags import settings
@@ -42,3 +44,23 @@ def test_settings_made_before_the_run_neither_hold_in_it_nor_stop_it(judged, tmp
     (run,) = records(tmp_path)
     assert set(run["environment"]["fp32_precision"].values()) == {"ieee"}
     assert (run["environment"]["deterministic"], run["settings_changed"]) == (True, [])
+
+
+def test_float64_arms_have_kernels_of_their_own_which_a_setting_turns_off(judged, tmp_path):
+    """What they give differs by rounding alone; float32 and the verdict are what they were."""
+    verdicts, losses = [], []
+    for fast in ("true", "false"):
+        results = tmp_path / fast
+        command = ("model.width=8", f"fast_float64={fast}", f"results={results}")
+        verdicts.append(judged(*QUICK, *command, "seed=0")["verdict"])
+        (run,) = records(results)
+        assert run["environment"]["float64_convolutions"] == {"true": "driftlab's", "false": "torch's"}[fast]
+        (curves,) = results.rglob("curves.csv")
+        losses.append(next(csv.DictReader(curves.open())))
+    assert verdicts == ["round_off", "round_off"]
+    for role in ("reference", "candidate", "control"):
+        assert losses[0][f"loss/{role}.float32"] == losses[1][f"loss/{role}.float32"]
+        own, other = (float(row[f"loss/{role}.float64"]) for row in losses)
+        assert own == pytest.approx(other, rel=1e-13)
+    distances = [row["gradient_distance/control.float64"] for row in losses]
+    assert distances[0] != distances[1]  # so the setting reached the arms
