@@ -24,7 +24,7 @@ from driftlab.probes.probe import Probe
 from driftlab.words import FUNCTION, Finding, Place, Verdict
 
 DRAWS = 256
-# Sixteen statistics are looked at; one false alarm in a hundred million at six standard errors each.
+# Sixteen statistics are looked at, each beyond six standard errors once in 500 million (normal tails).
 SIGMAS = 6.0
 _DIRECTIONS = 7
 
@@ -147,7 +147,7 @@ PROBE = Probe(
     name="random_streams",
     question=_QUESTION,
     threshold=SIGMAS,
-    reason=f"standard errors, over {DRAWS} seeds: one false alarm in a hundred million",
+    reason=f"standard errors, over {DRAWS} seeds: one false alarm in thirty million",
     unit="standard errors",
     sees="where a random layer differs: dropout drawn in another order or in pieces",
     misses="a rate that is off by less than about a tenth of itself",

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from suite.running.recorder import Recorder
+from tests.suite.below import below
 
 
 def other_shape(model):
@@ -209,7 +210,7 @@ def acting(model):
     """Does what the environment says, once a training has left a checkpoint."""
 
     def act(x):
-        if any(Path(os.environ["DRIFTLAB_TEST_RESULTS"]).rglob("state.safetensors")):
+        if any(below(os.environ["DRIFTLAB_TEST_RESULTS"], "state.safetensors")):
             exec(os.environ["DRIFTLAB_TEST_ACT"], dict(ACTS))
         return x
 

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.suite.below import below
 from tests.suite.conftest import ROOT, small
 from tests.suite.refusing import assert_one_line
 
@@ -184,7 +185,7 @@ def test_signals_at_random_moments(forked, tmp_path, name):
     while ended is None or ended.status:  # until one is through
         after = dice.expovariate(4 / life)
         ended = forked.run(*command, kill_after=after, kill_by=signal.Signals[f"SIG{name}"])
-        wrote = any((tmp_path / "signalled").rglob("verdict.json"))
+        wrote = any(below(tmp_path / "signalled", "verdict.json"))
         assert ended.status or wrote, f"{said}\n{ended.out}"
         if ended.status == -signal.Signals[f"SIG{name}"]:  # before our first line ran
             assert not ended.out, said
@@ -206,7 +207,7 @@ def test_a_signal_to_all_processes_of_a_command_with_workers(tmp_path, name):
         **{"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT},
         start_new_session=True,
     )
-    while process.poll() is None and not list(tmp_path.rglob("state.safetensors")):
+    while process.poll() is None and not any(below(tmp_path, "state.safetensors")):
         time.sleep(0.01)
     os.killpg(process.pid, signal.Signals[f"SIG{name}"])
     _, err = process.communicate(timeout=300)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.suite.below import below
 from tests.suite.conftest import ROOT
 from tests.suite.faults.conftest import TRAINING, assert_same, folder_of
 
@@ -43,7 +44,7 @@ def test_a_jump_of_the_clock_changes_no_duration(libfaketime, undisturbed, tmp_p
     began = time.monotonic()
     command = [sys.executable, str(ROOT / "train.py"), *COMMAND, f"results={results}"]
     process = subprocess.Popen(command, env={**os.environ, **faked}, cwd=ROOT, stdout=subprocess.DEVNULL)
-    while process.poll() is None and not list(results.rglob("state.safetensors")):
+    while process.poll() is None and not any(below(results, "state.safetensors")):
         time.sleep(0.005)
     for jump in jumps:
         clock.write_text(jump)

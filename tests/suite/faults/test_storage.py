@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from tests.suite.below import below
 from tests.suite.faults.conftest import QUESTION, TRAINING, assert_same, folder_of
 
 MS_RDONLY, MS_REMOUNT = 1, 32  # <sys/mount.h>
@@ -100,7 +101,7 @@ def test_a_folder_turned_read_only_is_one_line_and_the_same_command_goes_on(fork
     ended = []
     runs = threading.Thread(target=lambda: ended.append(forked.run(*COMMAND, f"results={results}")))
     runs.start()
-    while runs.is_alive() and not list(results.rglob("state.safetensors")):
+    while runs.is_alive() and not any(below(results, "state.safetensors")):
         time.sleep(0.001)
     remount(disk, "ro")
     runs.join()

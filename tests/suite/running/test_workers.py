@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.suite.below import below
 from tests.suite.conftest import ROOT
 
 SMALL = ["scale=smoke", "data=shapes", "logger=none", "checkpoint_every=0"]
@@ -47,7 +48,7 @@ def command_line(process: int) -> bytes:
 
 
 def trained(results: Path) -> bool:
-    return any(results.rglob("state.safetensors"))
+    return any(below(results, "state.safetensors"))
 
 
 def wait_until(condition) -> None:
