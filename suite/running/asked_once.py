@@ -7,7 +7,6 @@ would take.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -90,9 +89,7 @@ def _leaving(found: list[Finding], stored: Path, about: Mapping) -> list[Finding
 
 
 def _taken(stored: Path, made_by: Mapping) -> list[Finding] | None:
-    """None where there is no answer to be taken: one that is damaged is asked for again."""
-    if not os.path.lexists(stored):
-        return None
+    """None where there is no answer to be taken: where none lies there, or a damaged one."""
     try:
         record = checked(stored)
     except RecordError:
