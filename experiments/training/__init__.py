@@ -38,7 +38,7 @@ from suite.running.float64_steps import as_begun, settle
 from suite.running.importing import imported, own_sources, source_digest
 from suite.running.local_choice import local_choice, settle_windows
 from suite.running.own_data import load_data
-from suite.running.seed_run import train
+from suite.running.seed_run import answer_first, train
 from suite.running.workers import carry_out, in_a_worker
 from suite.showing.plan import training_plan
 from suite.showing.terminal import Terminal
@@ -65,7 +65,9 @@ def run(config: DictConfig) -> Ran:
                 continue
             settled.enter_context(process_settled(settings, terminal.say))
             few_are_fast = config.workers == "auto"
-            begun.append(_begun(settings, seeds, terminal, rewrites, few_are_fast=few_are_fast))
+            experiment, todo, built = _begun(settings, seeds, terminal, rewrites, few_are_fast=few_are_fast)
+            begun.append((experiment, todo))
+        begun[0] = _first_answered(*begun[0], built, seeds[0], rewrites)
         for place, (experiment, todo) in enumerate(begun):
             if place:  # those before it may have trained it beside them
                 todo = [seed for seed in todo if not is_done(experiment, seed)]
@@ -76,16 +78,16 @@ def run(config: DictConfig) -> Ran:
 
 def _carry_out(experiment: Experiment, todo: list[int], others: list[Experiment]) -> None:
     """``others``: experiments with other rewrites, whose seeds train beside these."""
-    first = next(iter(todo), None)
-    beside = tuple(replace(other, first=first) for other in others)
+    beside = tuple(replace(other, first=next(iter(todo), None)) for other in others)
     with experiment.terminal.progress(todo, experiment.settings.steps):
-        carry_out(replace(experiment, first=first, beside=beside), todo, train)
+        carry_out(replace(experiment, beside=beside), todo, train)
 
 
 def _begun(
     settings: DictConfig, seeds: list[int], terminal: Terminal, rewrites: int, *, few_are_fast: bool
-) -> tuple[Experiment, list[int]]:
-    """The experiment in its folder, with what is measured beforehand, and the seeds that are to be done.
+) -> tuple[Experiment, list[int], Built]:
+    """The experiment in its folder, with what is measured beforehand; the seeds that are to be done; and the
+    first of all seeds as it was built to plan, on the CPU.
 
     Args:
         rewrites: how many train together.
@@ -96,7 +98,24 @@ def _begun(
     say_beyond(settings, data_set.test_count, terminal.say)
     built = build_sketched(on_cpu(settings), data_set, seeds[0])  # what cannot be built leaves no folder
     with _in_its_folder(look_up(settings, data_set, terminal), seeds) as (experiment, todo):
-        return _planned(experiment, built, seeds, todo, rewrites, few_are_fast=few_are_fast), todo
+        return _planned(experiment, built, seeds, todo, rewrites, few_are_fast=few_are_fast), todo, built
+
+
+def _first_answered(
+    experiment: Experiment, todo: list[int], built: Built, seed: int, rewrites: int
+) -> tuple[Experiment, list[int]]:
+    """The probes of the first seed asked here, of what was built to plan: before any worker has begun.
+
+    Args:
+        built: ``seed``, on the CPU.
+    """
+    if not todo:
+        return experiment, todo
+    named = title(experiment.settings) if rewrites > 1 else ""
+    here = todo[0] == seed and experiment.settings.device == "cpu"
+    with experiment.terminal.progress(todo, experiment.settings.steps):
+        answered = here and answer_first(experiment, built, seed, named)
+    return replace(experiment, first=None if answered else todo[0]), todo
 
 
 def _begun_beside(settings: DictConfig, seeds: list[int], first: Experiment) -> tuple[Experiment, list[int]]:

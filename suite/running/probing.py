@@ -40,15 +40,13 @@ def probed(
     home: Path,
     before: Mapping,
     train: Callable[[Examined], dict],
-    seconds: float,
 ) -> dict:
     """``train``'s record of the seed with all that the probes found, before the training and after it.
 
     Args:
         before: what they found before it, as ``before`` has it.
-        seconds: that this took.
     """
-    training = SeedTraining(experiment, built, home, train, seconds)
+    training = SeedTraining(experiment, built, home, train, before.get("seconds", 0.0))
     record = training.inquire(examined(before))
     for finding in (Finding.from_dict(f) for f in record["probes"]):
         if finding.evidence.status is Status.FAILED:
@@ -79,6 +77,7 @@ def before(experiment: Experiment, built: Built, home: Path, start: int) -> dict
         record = checked(stored)
         if start or is_of(record, made_by):
             return record
+    began = time.perf_counter(), time.process_time()
     batch = built.batches.batch(0)
     few = fewer_samples(batch, experiment.settings.probe_images)
     found, examination = before_training(built.pair, few or batch, _probes(experiment, home.name, made_by))
@@ -86,6 +85,8 @@ def before(experiment: Experiment, built: Built, home: Path, start: int) -> dict
         "probes": [f.as_dict() for f in found.findings],
         "float64": found.float64,
         "layers": _layers(examination),
+        "seconds": round(time.perf_counter() - began[0], 3),
+        "processor_seconds": round(time.process_time() - began[1], 3),
     }
     write_sealed(stored, record | made_by)
     return record

@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-import time
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -27,7 +26,7 @@ from suite.command.errors import Unfinished, one_line, storage
 from suite.command.naming import title
 from suite.command.users_code import told
 from suite.data.batches import Batches
-from suite.running.building import build
+from suite.running.building import Built, build
 from suite.running.experiment_folder import Experiment, owned, take_up
 from suite.running.first_answer import ends_here, say_first_answer
 from suite.running.local_windows import LocalWindows
@@ -121,6 +120,32 @@ def _stands(seed: int, home: Path) -> str:
     return f"seed {seed} " + (f"stands at its last checkpoint (step {step})" if step else "begins again")
 
 
+def answer_first(experiment: Experiment, built: Built, seed: int, named: str) -> bool:
+    """The probes of a seed that has not begun yet, and what they say; its training then finds their answers.
+
+    Args:
+        built: the seed; its arms may have been trained.
+        named: what the experiment is called where there are several.
+
+    Returns:
+        False where that is left to the seed's own turn: where it has begun, is another process's, or is to be
+        done anew; and where it raises anything, for its turn will raise it again.
+    """
+    answered = []
+
+    def answer(experiment: Experiment, seed: int, home: Path) -> None:
+        take_up(experiment, seed, home)
+        if not os.path.lexists(home / "run.json") and not checkpoint_step(home / "checkpoint"):
+            began, found = Began.now(), before(experiment, built, home, 0)
+            say_first_answer(experiment, seed, examined(found).findings, began, named)
+            answered.append(seed)
+
+    if not experiment.settings.rerun:
+        with suppress(Exception):
+            owned(experiment, seed, answer, wait=False)
+    return bool(answered)
+
+
 class SeedRun:
     """One seed of one experiment, at work.
 
@@ -168,14 +193,13 @@ class SeedRun:
 
     def examine(self) -> None:
         """Ask the probes, or read what they said."""
-        clock = time.perf_counter()
         try:
             with self.spent.on("probes"):
                 self.before = before(self.experiment, self.built, self.home, self.start)
+                self.spent.skip(self.before.get("processor_seconds", 0.0))  # wherever they were asked
         except Exception as error:
             self.crash(one_line(error))
             raise
-        self.probing = time.perf_counter() - clock
         self.found = examined(self.before)
 
     def follow(self) -> None:
@@ -205,7 +229,7 @@ class SeedRun:
         if self.follows:  # the steps of all are the first's
             self.spent.skip()
         with self.spent.on("probes"):
-            record = probed(self.experiment, self.built, self.home, self.before, training, self.probing)
+            record = probed(self.experiment, self.built, self.home, self.before, training)
         if self.finished is None:
             record["times"]["processor_seconds"] = self.spent.seconds()
         self.experiment.still_owner()

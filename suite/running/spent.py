@@ -25,8 +25,9 @@ class Spent:
             self._charge()
             self._open.pop()
 
-    def skip(self) -> None:
-        """What has passed since the last time was somebody else's."""
+    def skip(self, instead: float = 0.0) -> None:
+        """What has passed since the last time was somebody else's; so many seconds count ``instead``."""
+        self._seconds[self._open[-1]] += instead
         self._last = time.process_time()
 
     def seconds(self) -> dict[str, float]:
