@@ -16,6 +16,11 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from suite.command import supervision
+
+if __name__ == "__main__":
+    supervision.begin()
+
 import torch
 from omegaconf import OmegaConf
 
@@ -71,4 +76,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    supervision.end(main)

@@ -106,8 +106,12 @@ def write_seed(folder: Path, record: records.SeedRecord) -> None:
 
 
 def judge(folder: Path) -> tuple[float, float, float]:
-    """Judge a folder in a process of its own: seconds, seconds of processor, largest memory in MiB."""
-    command = [sys.executable, str(ROOT / "scripts" / "judge.py"), str(folder)]
+    """What it ``cost`` to judge a folder."""
+    return cost([sys.executable, str(ROOT / "scripts" / "judge.py"), str(folder)])
+
+
+def cost(command: list[str]) -> tuple[float, float, float]:
+    """Of a command with all that it starts: seconds, seconds of processor, largest memory in MiB."""
     began = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", IN_BETWEEN, *command], stdout=subprocess.PIPE, check=True)
     processor, peak = map(float, done.stdout.split())

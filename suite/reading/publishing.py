@@ -62,6 +62,11 @@ def _page(judged: Judged, answer: Mapping, page: Path) -> Iterable[str]:
     verdict = f"`{judgement.verdict}`: {judgement.headline}."
     controlled = any(arm.startswith("control.") for record in judged.records for arm in record.arms)
     yield from opening(settings, len(judged.records), controlled, verdict, answer["sentence"])
+    yield from sections(answer, page)
+
+
+def sections(answer: Mapping, page: Path) -> Iterable[str]:
+    """The figures and tables of ``answer``, as ``write_shown`` left them in ``page``."""
     for figure in answer["figures"]:
         yield f"## {figure['title']}\n"
         yield f"![{figure['title']}](figures/{figure['name']}.png)\n"
