@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import platform
+from ast import literal_eval
 from collections.abc import Sequence
 from statistics import median
 
@@ -17,7 +18,9 @@ from driftlab.words import Verdict
 
 VERDICTS = [str(v) for v in Verdict]
 ALL = "all cases"
-SETS = {ALL: None, "development": False, "held out": True}
+SETS = {"development": False, "held out": True}
+# Of cases that were written at different times, each judged by the rules of its time: as tasks are called.
+WRITTEN = ("first", "second", "third", "fourth", "fifth")
 
 
 def as_markdown(outcomes: Sequence[Outcome], command: str, room: str, first: Sequence[Outcome] = ()) -> str:
@@ -87,10 +90,7 @@ def _first_sight(first: Sequence[Outcome]) -> list[str]:
 def rates(outcomes: Sequence[Outcome], when: str = TODAY) -> list[Rate]:
     """Of each set: right verdicts, right places, false alarms, missed bugs."""
     found = []
-    for name, held_out in SETS.items():
-        chosen = [o for o in outcomes if held_out is None or o.held_out is held_out]
-        if not chosen or (held_out is not None and len(chosen) == len(outcomes)):
-            continue
+    for name, chosen in _sets(outcomes).items():
         harmless = [o for o in chosen if o.label in ("round_off", "bit_identical")]
         counted = {
             "right verdict": [o.right for o in chosen],
@@ -100,6 +100,14 @@ def rates(outcomes: Sequence[Outcome], when: str = TODAY) -> list[Rate]:
         }
         found += [Rate(when, name, "driftlab", m, sum(said), len(said)) for m, said in counted.items()]
     return found
+
+
+def _sets(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
+    """All of them, and the parts of them that are not all."""
+    parts = {name: [o for o in outcomes if o.held_out is held] for name, held in SETS.items()}
+    parts |= {f"{word} set": [o for o in outcomes if o.task.startswith(f"{word}_")] for word in WRITTEN}
+    parts = {name: chosen for name, chosen in parts.items() if 0 < len(chosen) < len(outcomes)}
+    return {ALL: [*outcomes]} | parts if outcomes else {}
 
 
 HEADER = ("cases", "right verdict", "right place", "false alarms", "missed bugs")
@@ -151,10 +159,14 @@ def as_csv(outcomes: Sequence[Outcome]) -> str:
 
 
 def read_csv(text: str) -> list[Outcome]:
-    """What ``as_csv`` wrote; the place is left out."""
+    """What ``as_csv`` wrote."""
     flags, words = ("right", "placed", "held_out"), {"True": True, "False": False, "": None}
     rows = csv.DictReader(io.StringIO(text))
     return [
-        Outcome(**row | {k: words[row[k]] for k in flags} | {"seconds": float(row["seconds"]), "where": None})
+        Outcome(
+            **row
+            | {k: words[row[k]] for k in flags}
+            | {"seconds": float(row["seconds"]), "where": literal_eval(row["where"] or "None")}
+        )
         for row in rows
     ]

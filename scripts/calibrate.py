@@ -8,7 +8,8 @@ uv run --group bench scripts/calibrate.py --of real_bugs
 uv run --group bench scripts/calibrate.py --of ported
     pairs of which one was ported, written under results/published/ported/
 uv run --group bench scripts/calibrate.py --of held_back
-    pairs written after the verdict was last changed, written under results/published/held_back/
+    pairs written after the verdict was last changed, written under results/published/held_back/;
+    with --new those that were not judged yet, beside what stands there of the others
 """
 
 from __future__ import annotations
@@ -53,14 +54,17 @@ def main() -> int:
         print(f"{error}: uv run --group bench scripts/calibrate.py --of {arguments.of}", file=sys.stderr)
         return 2
     names = [name for name in found if not arguments.words or any(w in name for w in arguments.words)]
+    judged = _judged(arguments.of) if arguments.new else []
+    names = [name for name in names if name not in {o.name for o in judged}]
     if not names:
-        print(f"no case has {' or '.join(arguments.words)} in its name", file=sys.stderr)
+        which = f"has {' or '.join(arguments.words)} in its name" if arguments.words else "is new"
+        print(f"no case {which}", file=sys.stderr)
         return 2
     answers = _run(arguments.of, names, arguments.jobs)
     _show([outcome for outcome, _ in answers])
     if not arguments.dry:
         publish = _publish_real if arguments.of == "real_bugs" else partial(_publish, arguments.of)
-        folder = publish(found, answers, _command(arguments))
+        folder = publish(found, [*((outcome, None) for outcome in judged), *answers], _command(arguments))
         print(f"written to {folder.relative_to(ROOT)}/")
     return 0
 
@@ -68,18 +72,28 @@ def main() -> int:
 def _command(arguments: argparse.Namespace) -> str:
     planted = arguments.of == "planted"
     by, of = ("python", []) if planted else ("uv run --group bench", ["--of", arguments.of])
-    return shlex.join([*by.split(), "scripts/calibrate.py", *of, *arguments.words])
+    new = ["--new"] * arguments.new
+    return shlex.join([*by.split(), "scripts/calibrate.py", *of, *new, *arguments.words])
+
+
+def _judged(of: str) -> list[Outcome]:
+    """What stands on the page already."""
+    file = _folder(of) / "cases.csv"
+    return read_csv(file.read_text()) if file.exists() else []
+
+
+def _folder(of: str) -> Path:
+    return PUBLISHED / ("calibration" if of == "planted" else of)
 
 
 def _publish(of: str, found: dict, answers: list[Answer], command: str) -> Path:
     """What the held-out cases gave when they were judged for the first time stays as it was."""
-    folder = PUBLISHED / ("calibration" if of == "planted" else of)
-    outcomes = [outcome for outcome, _ in answers]
+    folder, outcomes = _folder(of), [outcome for outcome, _ in answers]
     first = folder / "held_out_first.csv"
-    if not first.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(first, as_csv([o for o in outcomes if o.held_out]))
-    seen = read_csv(first.read_text())
+    seen = read_csv(first.read_text()) if first.exists() else []
+    known = {outcome.name for outcome in seen}
+    seen += [outcome for outcome in outcomes if outcome.held_out and outcome.name not in known]
+    write_whole(first, as_csv(seen))
     write_whole(folder / "README.md", as_markdown(outcomes, command, ROOMS[of].__name__, seen))
     write_whole(folder / "cases.csv", as_csv(outcomes))
     write_whole(folder / "rates.csv", rates_csv([*rates(outcomes), *rates(seen, FIRST)]))
@@ -108,8 +122,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("words", nargs="*", help="run the cases whose name holds one of them")
     parser.add_argument("--of", choices=ROOMS, default="planted", help="which cases")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cases at a time, a process each")
+    parser.add_argument("--new", action="store_true", help="those alone that the page does not have yet")
     parser.add_argument("--dry", action="store_true", help="write nothing")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.new and arguments.of == "real_bugs":
+        parser.error("--new: what others' habits say of published bugs is measured of all of them together")
+    return arguments
 
 
 def _run(room: str, names: list[str], jobs: int) -> list[Answer]:

@@ -4,6 +4,7 @@
 
 Each repetition runs every point once, as a command of its own, from its start to its exit: processor time and
 the largest process of all that it starts, and what it leaves on disk. Ratios are taken within a repetition.
+What was measured on the same machine and versions is kept, and the rest measured: the same command goes on.
 The page is results/published/growth/; --page-only makes it again of what was measured.
 """
 
@@ -15,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,16 +100,18 @@ def _disk(folder: Path) -> float:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / scale.MIB
 
 
-def measured(axes: list[str], repeats: int) -> Iterator[dict]:
+def measured(axes: list[str], repeats: int, done: set[tuple]) -> Iterator[dict]:
+    """A row for each axis, point and repetition that is not ``done``."""
     with tempfile.TemporaryDirectory() as root:
-        for repeat in range(repeats):
-            for axis in axes:
-                for point in AXES[axis].points:
-                    folder = Path(root) / f"{repeat}-{axis}-{point}"
-                    folder.mkdir()
-                    row = {"axis": axis, "point": point, "repeat": repeat, **AXES[axis].cost(point, folder)}
-                    print(row, flush=True)
-                    yield row
+        for repeat, axis in product(range(repeats), axes):
+            for point in AXES[axis].points:
+                if (axis, point, repeat) in done:
+                    continue
+                folder = Path(root) / f"{repeat}-{axis}-{point}"
+                folder.mkdir()
+                row = {"axis": axis, "point": point, "repeat": repeat, **AXES[axis].cost(point, folder)}
+                print(row, flush=True)
+                yield row
 
 
 def main() -> int:
@@ -121,8 +125,9 @@ def main() -> int:
         axes = options.axes.split(",")
         if unknown := sorted(set(axes) - set(AXES)):
             parser.error(f"there is no axis {', '.join(unknown)}: there are {', '.join(AXES)}")
-        rows = [row for row in growth_page.read(MEASURED) if row["axis"] not in axes]
-        for row in measured(axes, options.repeats):
+        rows = [row for row in growth_page.read(MEASURED) if row["machine"] == here]
+        done = {(row["axis"], row["point"], row["repeat"]) for row in rows}
+        for row in measured(axes, options.repeats, done):
             rows.append(row | {"machine": here})
             growth_page.write(MEASURED, rows)
     growth_page.publish(PAGE, growth_page.read(MEASURED))
