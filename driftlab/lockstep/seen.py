@@ -47,13 +47,18 @@ class Seen:
         """The class predicted for each target, in their shape; None where this is no classification.
 
         Of images and whole texts the scores are [N, classes]; of tokens [N, T, classes], and of pixels, as
-        torch's losses take them, [N, classes, H, W]. Where both could be meant nobody is asked.
+        torch's losses take them, [N, classes, H, W]. Where both could be meant nobody is asked, nor of one
+        score a sample, [N].
         """
         outputs, targets = self.outputs, self.targets
         if not (isinstance(outputs, Tensor) and isinstance(targets, Tensor)) or targets.is_floating_point():
             return None
         shape = tuple(outputs.shape)
-        places = {d for d in (1, len(shape) - 1) if d > 0 and shape[:d] + shape[d + 1 :] == targets.shape}
+        places = {
+            d
+            for d in (1, len(shape) - 1)
+            if 0 < d < len(shape) and shape[:d] + shape[d + 1 :] == targets.shape
+        }
         return outputs.argmax(places.pop()) if len(places) == 1 else None
 
     def share(self, those: Tensor) -> Tensor:

@@ -177,3 +177,49 @@ def test_a_table_made_beforehand_is_no_bug(stored):
 def test_networks_on_a_gpu():
     batch = [tuple(t.cuda() for t in vectors()[0])]
     assert diagnose(Shared().cuda(), Shared().cuda(), batch, steps=5).verdict in SAME
+
+
+class OneScore(nn.Module):
+    """[N, T, 6] -> one number a sample, [N], made by a part of it."""
+
+    def __init__(self, pool=nn.Identity):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.pool, self.last = nn.Linear(6, 8), pool(), nn.Linear(8, 1)
+
+    def forward(self, x):
+        return self.pool(self.last(torch.tanh(self.first(x))))
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.mean((1, 2))
+
+
+class SumOverCount(Mean):
+    def forward(self, x):
+        return x.flatten(1).sum(1) / (x.shape[1] * x.shape[2])
+
+
+class SumOverOneLess(Mean):
+    def forward(self, x):
+        return x.flatten(1).sum(1) / (x.shape[1] * x.shape[2] - 1)
+
+
+@pytest.mark.parametrize(("pool", "verdict"), [(SumOverCount, SAME), (SumOverOneLess, ("bug",))])
+def test_one_score_a_sample_beside_targets_that_are_whole_numbers(pool, verdict):
+    """As a binary classifier has them: no axis holds classes, and a shorter sequence has no fewer scores."""
+    torch.manual_seed(1)
+    batches = [(torch.randn(8, 5, 6), torch.randint(2, (8,)))]
+
+    def binary(scores, targets):
+        return F.binary_cross_entropy_with_logits(scores, targets.to(scores))
+
+    def rewrite(model):
+        model.pool = pool()
+        return model
+
+    diagnosis = diagnose(OneScore(Mean), rewrite, batches, loss=binary)
+    assert diagnosis.verdict in verdict, diagnosis.headline
+    asked = {e.probe: e for e in diagnosis.evidence}
+    assert str(asked["rewritten_modules"].status) != "failed", asked["rewritten_modules"].reading
