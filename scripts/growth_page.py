@@ -12,6 +12,7 @@ from statistics import median
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from driftlab.record.environment import device_name, environment
 from driftlab.record.files import write_whole
@@ -86,11 +87,11 @@ def axis_table(axis: str, rows: list[dict]) -> Table:
 
     def cells(kind: str) -> Iterable[Column]:
         name = kind if kind != "seconds" else "time"
-        yield Column(kind, KINDS[kind], lambda group: spread([row[kind] for row in group], "{:.3g}".format))
+        yield Column(kind, KINDS[kind], lambda group: spread([row[kind] for row in group], _number))
         yield Column(
             f"{kind}_times",
             f"{name}: times the first",
-            lambda group: spread(ratios(rows, kind, group[0]["point"], first), "{:.3g}".format),
+            lambda group: spread(ratios(rows, kind, group[0]["point"], first), _number),
         )
         yield Column(
             f"{kind}_power", f"{name}: power since the last", lambda g: exponent(rows, kind, g[0]["point"])
@@ -106,22 +107,25 @@ def axis_table(axis: str, rows: list[dict]) -> Table:
     return table(axis.replace(" ", "_"), f"Over {axis}", by_point.values(), columns, WHY[axis])
 
 
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _share(part: str, group: list[dict]) -> float:
     return median(row[part] / row["seconds"] for row in group)
 
 
-def figure(rows: list[dict]) -> Figure:
-    axes = list(dict.fromkeys(row["axis"] for row in rows))
+def figure(by_axis: dict[str, list[dict]]) -> Figure:
     caption = "Over the first point of each axis, in the same repetition: median and range. Dotted: linear."
-    return Figure("growth", "How time, memory and disk grow", partial(_draw, rows, axes), caption, aspect=1.5)
+    return Figure("growth", "How time, memory and disk grow", partial(_draw, by_axis), caption, aspect=1.5)
 
 
-def _draw(rows: list[dict], axes: list[str], canvas: Canvas, look: Look) -> None:
-    grid = canvas.subplots(math.ceil(len(axes) / 2), 2, squeeze=False).flat
-    canvas.subplots_adjust(top=0.96, bottom=0.06, left=0.1, right=0.97, hspace=0.5, wspace=0.25)
-    for ax, axis in zip(grid, axes, strict=False):
-        _draw_axis([row for row in rows if row["axis"] == axis], axis, ax, look)
-    for ax in list(canvas.axes)[len(axes) :]:
+def _draw(by_axis: dict[str, list[dict]], canvas: Canvas, look: Look) -> None:
+    grid = canvas.subplots(math.ceil(len(by_axis) / 2), 2, squeeze=False).flat
+    canvas.subplots_adjust(top=0.96, bottom=0.06, left=0.1, right=0.97, hspace=0.3, wspace=0.25)
+    for ax, (axis, rows) in zip(grid, by_axis.items(), strict=False):
+        _draw_axis(rows, axis, ax, look)
+    for ax in list(canvas.axes)[len(by_axis) :]:
         ax.remove()
     canvas.axes[0].legend(frameon=False, fontsize="small", loc="upper left")
 
@@ -138,13 +142,16 @@ def _draw_axis(rows: list[dict], axis: str, ax: Axes, look: Look) -> None:
     ax.set_yscale("log")
     ax.set_xlabel(axis)
     ax.set_ylabel("times the first point")
-    ax.set_xticks(points, [f"{int(point):,}" for point in points], minor=False)
+    ax.set_xticks(points, [f"{int(point):,}" for point in points])
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     ax.minorticks_off()
 
 
 def publish(page: Path, rows: list[dict]) -> None:
-    by_axis = grouped(rows, "axis")
-    answer = Answer("", [axis_table(*item) for item in by_axis.items()], [figure(rows)])
+    found = grouped(rows, "axis")
+    by_axis = {axis: found[axis] for axis in WHY if axis in found}
+    answer = Answer("", [axis_table(*item) for item in by_axis.items()], [figure(by_axis)])
     shown = write_shown(page, answer)
     write_whole(page / "README.md", "\n".join([*_opening(by_axis), *sections(shown, page), *_made(rows)]))
 
@@ -160,7 +167,7 @@ def _opening(by_axis: dict[str, list[dict]]) -> Iterable[str]:
         points = [int(row["point"]) for row in rows]
         first, last = min(points), max(points)
         grown = [
-            f"{name.split(' (')[0]} {spread(ratios(rows, kind, last, first), '{:.3g}'.format)} times"
+            f"{name.split(' (')[0]} {spread(ratios(rows, kind, last, first), _number)} times"
             for kind, name in KINDS.items()
         ]
         yield f"- {axis} {first:,} to {last:,} ({last / first:,.3g} times): {listed(grown)}."
