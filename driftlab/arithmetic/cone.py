@@ -35,6 +35,7 @@ class Cone:
         self._values, self._uses, self._seen = own.values, own.uses(), other.seen()
         self._others = [value.prints for value in other.values]
         self._right, self._known = right, {}
+        self._any_known = any(map(right, {value.scope for value in self._values} - {""}))
         self._absent = self._led([own.results[end] for end in ends if end in own.results])
         first = [n for n in sorted(self._absent) if self._absent.isdisjoint(self._values[n].inputs)]
         self.first = self._in_one_part([n for n in first if not self._made_up_for(n)] or first)
@@ -47,6 +48,8 @@ class Cone:
                 made the beginning and who goes on with it.
         """
         found = common([self._lifted(n) for n in self.first])
+        made = common([self._lifted(n, moved=self._any_known) for n in self.first])
+        found = made if f"{made}.".startswith(f"{found}.".lstrip(".")) else found
         users = [self._values[u].scope for n in self.first for u in self._uses[n]] if cut else []
         return common([found, *users]) or found
 
@@ -132,12 +135,16 @@ class Cone:
         prints = (self._values[n].prints for n in border)
         return any(p is not None and p.telling for p in prints)
 
-    def _lifted(self, number: int) -> str:
+    def _lifted(self, number: int, moved: bool = True) -> str:
         """The module in which a value was made, or that which holds what fed it wrongly.
 
         It was where the module is right by itself, or what it is made of is there in another order.
+
+        Args:
+            moved: whether its borders may lie elsewhere in the other network. Where no module is known to be
+                right nothing says so but how values downstream agree, which a norm brings about as well.
         """
-        scope = common([self._values[n].scope for n in self._moved(number)])
+        scope = common([self._values[n].scope for n in (self._moved(number) if moved else {number})])
         if (turned := self._in_another_order(number)) is not None:
             return common([scope, self._values[turned].scope])
         while scope and self._right(scope):
