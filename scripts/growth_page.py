@@ -19,7 +19,7 @@ from driftlab.record.files import write_whole
 from driftlab.report.sections import Answer, Figure, Look, Table
 from suite.reading.judging import write_shown
 from suite.reading.publishing import sections
-from suite.showing.wording import Column, grouped, listed, spread, table
+from suite.showing.wording import Column, counted, grouped, listed, spread, table
 
 COLUMNS = ("axis", "point", "repeat", "seconds", "steps", "probes", "memory", "disk", "machine")
 WORDS = ("axis", "machine")
@@ -122,7 +122,7 @@ def figure(by_axis: dict[str, list[dict]]) -> Figure:
 
 def _draw(by_axis: dict[str, list[dict]], canvas: Canvas, look: Look) -> None:
     grid = canvas.subplots(math.ceil(len(by_axis) / 2), 2, squeeze=False).flat
-    canvas.subplots_adjust(top=0.96, bottom=0.06, left=0.1, right=0.97, hspace=0.3, wspace=0.25)
+    canvas.subplots_adjust(top=0.96, bottom=0.06, left=0.13, right=0.97, hspace=0.35, wspace=0.3)
     for ax, (axis, rows) in zip(grid, by_axis.items(), strict=False):
         _draw_axis(rows, axis, ax, look)
     for ax in list(canvas.axes)[len(by_axis) :]:
@@ -142,9 +142,10 @@ def _draw_axis(rows: list[dict], axis: str, ax: Axes, look: Look) -> None:
     ax.set_yscale("log")
     ax.set_xlabel(axis)
     ax.set_ylabel("times the first point")
-    ax.set_xticks(points, [f"{int(point):,}" for point in points])
+    ax.set_xticks(points, [f"{int(point):,}" for point in points], rotation=30, fontsize="small")
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    ax.tick_params(axis="y", labelsize="small")
     ax.minorticks_off()
 
 
@@ -170,11 +171,11 @@ def _opening(by_axis: dict[str, list[dict]]) -> Iterable[str]:
             f"{name.split(' (')[0]} {spread(ratios(rows, kind, last, first), _number)} times"
             for kind, name in KINDS.items()
         ]
-        yield f"- {axis} {first:,} to {last:,} ({last / first:,.3g} times): {listed(grown)}."
+        yield f"- {axis} {first:,} to {last:,} ({_number(last / first)} times): {listed(grown)}."
     repeats = len({row["repeat"] for row in rows})
     yield (
-        f"\n**How sure.** Median, and range in brackets, of n = {repeats} repetitions on one machine. A "
-        "ratio is taken within a repetition. Other processors have other ratios of float64 to float32.\n"
+        f"\n**How sure.** Median, and range in brackets, of {counted(repeats, 'repetition')} on one machine. "
+        "A ratio is taken within a repetition. Other processors have other ratios of float64 to float32.\n"
     )
 
 
