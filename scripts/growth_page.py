@@ -14,6 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, LogLocator
 
+from driftlab.glossary import PUBLISHED_NOTE
 from driftlab.record.environment import device_name, environment
 from driftlab.record.files import write_whole
 from driftlab.report.sections import Answer, Figure, Look, Table
@@ -159,6 +160,7 @@ def publish(page: Path, rows: list[dict]) -> None:
 
 def _opening(by_axis: dict[str, list[dict]]) -> Iterable[str]:
     yield "# How the cost of a run grows\n"
+    yield f"{PUBLISHED_NOTE}\n"
     yield (
         "**Asked.** What does a run cost in time, memory and disk as it gets wider and longer, and has more "
         "arms, candidates and seeds? Where is that not linear, and why?\n"
