@@ -48,8 +48,9 @@ class Cone:
                 made the beginning and who goes on with it.
         """
         found = common([self._lifted(n) for n in self.first])
-        made = common([self._lifted(n, moved=self._any_known) for n in self.first])
-        found = made if f"{made}.".startswith(f"{found}.".lstrip(".")) else found
+        if not self._any_known:
+            made = common([self._lifted(n, moved=False) for n in self.first])
+            found = made if f"{made}.".startswith(f"{found}.".lstrip(".")) else found
         users = [self._values[u].scope for n in self.first for u in self._uses[n]] if cut else []
         return common([found, *users]) or found
 
