@@ -116,7 +116,13 @@ def test_the_spread_over_seeds_stands_in_columns_of_its_own(tmp_path):
     assert missing == ["", "", "", "0"]
 
 
-@pytest.mark.parametrize("name", sorted(p.parents[1].name for p in PUBLISHED.glob("*/tables/arms.csv")))
+def of_trainings():
+    """The pages with a row an arm and seed; ``growth`` has a table over the number of arms, which is another."""
+    files = PUBLISHED.glob("*/tables/arms.csv")
+    return sorted(p.parents[1].name for p in files if "arm," in p.read_text().splitlines()[0])
+
+
+@pytest.mark.parametrize("name", of_trainings())
 def test_what_is_published_over_seeds_is_made_of_the_published_seeds(name):
     folder = PUBLISHED / name / "tables"
     keys = {heading: key for key, heading in COLUMNS.items()}
