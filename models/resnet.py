@@ -1,5 +1,6 @@
 """ResNet18 for 32x32 images (He et al., "Deep residual learning", CVPR 2016, in its usual CIFAR form)."""
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 ACTIVATIONS = {"relu": nn.ReLU, "silu": nn.SiLU}
@@ -60,6 +61,7 @@ class ResNet18(nn.Module):
         activation: "relu" or "silu".
         pool: "max" or "average" puts a 3x3 pool with stride 2 behind the stem's activation, as the form for
             larger images has one (max); the stages then see images of half the size.
+        shrink: 2 averages every image over 2x2 pixels first, for about a quarter of the work.
 
     Raises:
         ValueError: for an unknown activation or pool, a size below one, a width no multiple of groups.
@@ -72,16 +74,18 @@ class ResNet18(nn.Module):
         groups: int = 1,
         activation: str = "relu",
         pool: str | None = None,
+        shrink: int = 1,
     ):
         super().__init__()
-        if min(width, classes, groups) < 1:
-            sizes = f"width={width}, classes={classes}, groups={groups}"
+        if min(width, classes, groups, shrink) < 1:
+            sizes = f"width={width}, classes={classes}, groups={groups}, shrink={shrink}"
             raise ValueError(f"ResNet18: {sizes} must all be 1 or more")
         if width % groups:
             below = max(width // groups, 1) * groups
             raise ValueError(
                 f"ResNet18: width={width} is not a multiple of groups={groups}; write a width such as {below}"
             )
+        self.shrink = shrink
         self.conv1 = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.act1 = _activation(activation)
@@ -94,6 +98,8 @@ class ResNet18(nn.Module):
         self.fc = nn.Linear(8 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.shrink > 1:
+            x = F.avg_pool2d(x, self.shrink)
         x = self.act1(self.bn1(self.conv1(x)))
         if self.pool is not None:
             x = self.pool(x)
