@@ -78,7 +78,7 @@ class ResNet18(nn.Module):
     ):
         super().__init__()
         if min(width, classes, groups, shrink) < 1:
-            sizes = f"width={width}, classes={classes}, groups={groups}, shrink={shrink}"
+            sizes = f"shrink={shrink}, width={width}, classes={classes}, groups={groups}"
             raise ValueError(f"ResNet18: {sizes} must all be 1 or more")
         if width % groups:
             below = max(width // groups, 1) * groups

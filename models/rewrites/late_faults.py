@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from models.rewrites.split_conv import split_conv
 from models.rewrites.swap import RewriteError
 
 # What is off from then on: too little for a loss, far too much for rounding.
@@ -50,7 +51,7 @@ class Saturating(nn.Conv2d):
         return super().forward(x).clamp(-self.at, self.at)
 
 
-class OneStepLate(torch.autograd.Function):
+class Scaled(torch.autograd.Function):
     """A weight as it is, whose gradient is ``factor`` times as large."""
 
     @staticmethod
@@ -61,6 +62,16 @@ class OneStepLate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.saved_tensors[0], None
+
+
+class Stretched(Counted):
+    """A right conv whose weight's gradient is off from the training call numbered ``at`` on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = torch.where(self.calls >= self.at, 1 + OFF, 1.0).to(x)
+        if self.training:
+            self.calls += 1
+        return self._conv_forward(x, Scaled.apply(self.weight, factor), self.bias)
 
 
 class Scheduled(nn.Conv2d):
@@ -78,7 +89,7 @@ class Scheduled(nn.Conv2d):
         factor = torch.where(self.calls >= self.at, (left + 1) / left, 1.0).to(x)
         if self.training:
             self.calls += 1
-        return self._conv_forward(x, OneStepLate.apply(self.weight, factor), self.bias)
+        return self._conv_forward(x, Scaled.apply(self.weight, factor), self.bias)
 
 
 class Rare(nn.Conv2d):
@@ -94,6 +105,7 @@ class Rare(nn.Conv2d):
 
 SORTS = {
     "counter": Counted,
+    "gradient": Stretched,
     "accumulator": Overflowing,
     "schedule": Scheduled,
     "saturation": Saturating,
@@ -122,3 +134,10 @@ def late_fault(model: nn.Module, sort: str = "counter", at: float = 40, module: 
     convs[name].__class__ = SORTS[sort]
     convs[name].begin(at)
     return model
+
+
+def split_with_late_fault(
+    model: nn.Module, sort: str = "counter", at: float = 40, module: str = ""
+) -> nn.Module:
+    """``late_fault``, and every other conv split in two, in place: the curves have parted when it sets in."""
+    return split_conv(late_fault(model, sort, at, module))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from driftlab.glossary import PUBLISHED_NOTE
 from driftlab.record.differing import differences
-from driftlab.record.seed_record import SeedRecord, write_whole
+from driftlab.record.seed_record import write_whole
 from suite.command.errors import ConfigurationError
 from suite.reading.archive import read_judged
 from suite.reading.judging import Judged, check_no_links, repeat_command, write_shown
@@ -34,7 +34,6 @@ def publish(run: Path, to: Path, say: Callable[[str], None] = print) -> Path:
     if judged is None:
         raise ConfigurationError(f"{run} holds no finished seed: run its command first")
     page = to / _folder_name(judged.settings.name, run)
-    made = [*_made(judged.records), *_data_and_size(judged.records[0].run, judged.settings)]
     shown = page / "tables", page / "figures"
     check_no_links(page, *shown)
     for folder in shown:
@@ -43,7 +42,7 @@ def publish(run: Path, to: Path, say: Callable[[str], None] = print) -> Path:
         answer = published_curves(page, judged.records)
     else:
         answer = write_shown(page, judged.answer)
-    write_whole(page / "README.md", "\n".join([*_page(judged, answer, page), *made]))
+    write_whole(page / "README.md", "\n".join([*_page(judged, answer, page), *made(judged)]))
     return page / "README.md"
 
 
@@ -109,7 +108,9 @@ def _row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in cells) + " |"
 
 
-def _made(records: list[SeedRecord]) -> Iterable[str]:
+def made(judged: Judged) -> Iterable[str]:
+    """By which command, in which environment, on which data, at which size."""
+    records = judged.records
     environment = records[0].run["environment"]
     seconds = [r.run["times"]["seconds"] for r in records]
     versions = ", ".join(f"{name} {v}" for name, v in environment["versions"].items() if v)
@@ -125,3 +126,4 @@ def _made(records: list[SeedRecord]) -> Iterable[str]:
     )
     if differences({r.seed: r.run["environment"] for r in records}):
         yield "Not all seeds ran in that environment; the others' stands in the run's `verdict.json`.\n"
+    yield from _data_and_size(records[0].run, judged.settings)
