@@ -23,14 +23,17 @@ if __name__ == "__main__":
 
 from driftlab.glossary import PUBLISHED_NOTE  # noqa: E402
 from driftlab.record.seed_record import write_whole  # noqa: E402
-from scripts import long_run_page  # noqa: E402
-from scripts.long_run_rules import network  # noqa: E402
+from scripts.long_run_parts.answer import answer  # noqa: E402
+from scripts.long_run_parts.rules import network  # noqa: E402
 from suite.command.errors import ConfigurationError  # noqa: E402
 from suite.reading.archive import find_runs, read_judged  # noqa: E402
 from suite.reading.judging import Judged, write_shown  # noqa: E402
 from suite.reading.opening import opening  # noqa: E402
 from suite.reading.publishing import made, sections  # noqa: E402
 
+BESIDE = (
+    "`python train.py +experiment=long_run logger=none` trains the faults beside it, next to one reference.\n"
+)
 PAGE = ROOT / "results" / "published" / "long_run"
 
 
@@ -49,12 +52,10 @@ def runs_below(folder: str) -> list[Judged]:
 
 def write_page(runs: Sequence[Judged], page: Path) -> Path:
     networks = [network(run) for run in runs]
-    answer = long_run_page.answer(networks, int(runs[0].settings.steps))
-    shown = write_shown(page, answer)
-    write_whole(
-        page / "README.md",
-        "\n".join([*_page(runs, answer.sentence), *sections(shown, page), *made(runs[0])]),
-    )
+    found = answer(networks, int(runs[0].settings.steps))
+    shown = write_shown(page, found)
+    text = [*_page(runs, found.sentence), *sections(shown, page), *made(runs[0]), BESIDE]
+    write_whole(page / "README.md", "\n".join(text))
     return page / "README.md"
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from omegaconf import DictConfig
 
 from driftlab.report.sections import Answer, Table
 from experiments.one_bit.figures import variation_figure
 from experiments.one_bit.rows import ROWS
-from experiments.one_bit.stored import curves
+from experiments.one_bit.stored import accuracy_curve, curves
 from experiments.one_bit.summary import (
     LEVEL,
     PUBLISHED,
@@ -32,7 +32,8 @@ def answer(settings: DictConfig, values: Values) -> Answer:
     looks = look_steps(settings.steps, settings.progress.points)
     seen = {key: curves(values, key) for key in ROWS if key != "nothing"}
     figure = variation_figure(found, looks, seen, settings.progress.images)
-    tables = [_variation(found), _differences(settings, found, epochs)]
+    on_the_way = _on_the_way(looks, epochs, seen, accuracy_curve(values, "all"), settings.progress.images)
+    tables = [_variation(found), on_the_way, _differences(settings, found, epochs)]
     return Answer(_sentence(found, epochs), tables, [figure])
 
 
@@ -155,6 +156,29 @@ def _by_chance(comparisons: int) -> str:
     """How often so many 95 % intervals tell equal rows apart: at most the sum of each (Bonferroni)."""
     most = min(1.0, comparisons * (1 - LEVEL))
     return f"; {comparisons} comparisons of equal rows tell one apart in up to {100 * most:.0f} % of cases"
+
+
+def _on_the_way(
+    looks: Sequence[int],
+    epochs: float,
+    seen: Mapping[str, Sequence[float]],
+    right: Sequence[float],
+    images: int,
+) -> Table:
+    """Disagreement (``seen``) beside accuracy (``right``), percent at each of ``looks``, while they train."""
+    rows = {"one_ulp": "one ulp in one weight", "all": "all three"}
+    lines = range(len(looks)) if all(len(seen[key]) for key in rows) else ()
+    columns = [
+        Column("updates", "updates", lambda i: looks[i]),
+        Column("epoch", "epoch", lambda i: f"{epochs * looks[i] / looks[-1]:.2g}"),
+        Column("accuracy", "accuracy, all three (%)", lambda i: f"{right[i]:.1f}"),
+        *(
+            Column(key, f"disagreement, {words} (%)", lambda i, key=key: f"{seen[key][i]:.1f}")
+            for key, words in rows.items()
+        ),
+    ]
+    said = f"Means over runs and their pairs, on the first {images:,} test images."
+    return table("on_the_way", "Disagreement as the accuracy rises", lines, columns, said)
 
 
 def _differences(settings: DictConfig, found: Mapping[str, Summary], epochs: float) -> Table:

@@ -128,8 +128,20 @@ def _standard_ranks(x: np.ndarray) -> np.ndarray:
 
 def curves(values: Values, key: str) -> np.ndarray:
     """Mean disagreement over the pairs of finite runs at each look on the way, percent; empty where none."""
-    rows = [v["rows"][key] for v in values.values() if v["rows"][key]["finite"]]
-    if len(rows) < 2:
+    seen = _seen(values, key)
+    if len(seen) < 2:
         return np.zeros(0)
-    seen = np.array([unpacked(row["on_the_way"]) for row in rows])
-    return 100 * np.mean([(seen[i] != seen[j]).mean(axis=1) for i, j in _pairs(len(rows))], axis=0)
+    return 100 * np.mean([(seen[i] != seen[j]).mean(axis=1) for i, j in _pairs(len(seen))], axis=0)
+
+
+def accuracy_curve(values: Values, key: str) -> np.ndarray:
+    """Mean accuracy of the finite runs at each look, on the same images, percent; empty where none."""
+    seen = _seen(values, key)
+    labels = unpacked(first_of(values)["labels"])
+    return 100 * (seen == labels[: seen.shape[-1]]).mean(axis=(0, 2)) if len(seen) else np.zeros(0)
+
+
+def _seen(values: Values, key: str) -> np.ndarray:
+    """Classes, int [finite runs, looks, images]."""
+    rows = [v["rows"][key] for v in values.values() if v["rows"][key]["finite"]]
+    return np.array([unpacked(row["on_the_way"]) for row in rows])

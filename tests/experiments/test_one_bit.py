@@ -20,7 +20,7 @@ from experiments.one_bit.answer import answer
 from experiments.one_bit.judging import further, judged, repeated, sign_flip_test
 from experiments.one_bit.measure import APART, BASE_WEIGHTS
 from experiments.one_bit.rows import BASE, ROWS, SOURCES, network_of, seeds_of, split_by_chance
-from experiments.one_bit.stored import curves, packed, runs_of, unpacked
+from experiments.one_bit.stored import accuracy_curve, curves, packed, runs_of, unpacked
 from experiments.one_bit.summary import Estimate, mean_of_pairs, ratio_of_pairs, spread
 from experiments.one_bit.training import digest_of, look_steps, make_groups, rate_of, trained
 from models.resnet14 import ResNet14
@@ -384,6 +384,9 @@ def test_curves_are_means_over_pairs():
     expected = np.mean([[100 * np.mean(a != b) for a, b in zip(x, y, strict=True)] for x, y in pairs], axis=0)
     assert curves(values, "init") == pytest.approx(expected)
     assert len(curves(made({}, n=1), "init")) == 0
+    labels = unpacked(values[0]["labels"])[: seen[0].shape[1]]
+    right = [np.mean([100 * np.mean(run[look] == labels) for run in seen]) for look in range(len(seen[0]))]
+    assert accuracy_curve(values, "init") == pytest.approx(right)
 
 
 # --- the verdict

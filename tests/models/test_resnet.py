@@ -67,6 +67,16 @@ def test_a_pool_stands_behind_the_stem_and_changes_no_weight(name, pooled):
     assert torch.equal(seen["first"], pooled(seen["plain"]))
 
 
+def test_shrunk_images_are_averaged_before_anything_else():
+    torch.manual_seed(0)
+    model = ResNet18(width=4, shrink=2)
+    torch.manual_seed(0)
+    plain = ResNet18(width=4)
+    images = torch.randn(2, 3, 32, 32)
+    halves = images.reshape(2, 3, 16, 2, 16, 2).mean((3, 5))
+    assert torch.allclose(model(images), plain(halves), atol=1e-5)
+
+
 def test_without_a_pool_there_is_no_module_more():
     assert len(dict(ResNet18(width=4, pool="max").named_modules())) == 1 + len(
         dict(ResNet18(width=4).named_modules())

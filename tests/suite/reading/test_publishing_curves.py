@@ -117,7 +117,7 @@ def test_the_spread_over_seeds_stands_in_columns_of_its_own(tmp_path):
 
 
 def of_trainings():
-    """The pages with a row an arm and seed; ``growth`` has a table over the number of arms, which is another."""
+    """The pages with a row an arm and seed; that of ``growth`` is over the number of arms."""
     files = PUBLISHED.glob("*/tables/arms.csv")
     return sorted(p.parents[1].name for p in files if "arm," in p.read_text().splitlines()[0])
 

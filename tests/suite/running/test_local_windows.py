@@ -110,7 +110,13 @@ def test_a_training_is_the_same_with_and_without_them(judged, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sort", "pass_"), [("counter", "forward"), ("accumulator", "forward"), ("schedule", "weight gradient")]
+    ("sort", "pass_"),
+    [
+        ("counter", "forward"),
+        ("accumulator", "forward"),
+        ("gradient", "weight gradient"),
+        ("schedule", "weight gradient"),
+    ],
 )
 def test_a_fault_that_sets_in_between_two_windows_is_found_at_its_step(judged, sort, pass_):
     late = [f"rewrite.options.sort={sort}", "rewrite.options.at=17"]

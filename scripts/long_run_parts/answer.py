@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from statistics import median
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure as Canvas
 
 from bench import habits
 from bench.habits import Score
-from driftlab.along import times_the_controls
-from driftlab.inquiry import Examined
-from driftlab.record.local_windows import growth, windows_of
 from driftlab.record.seed_record import SeedRecord
-from driftlab.report.sections import Answer, Figure, Look, Table
+from driftlab.report.sections import Answer, Table
 from driftlab.rounding import HALFWAY
 from driftlab.verdict.rules import judge
-from driftlab.words import Verdict
-from scripts.long_run_rules import DRIFTLAB, RULES, Network, free_pair_stays
+from driftlab.words import Judgement, Verdict
+from scripts.long_run_parts.figure import figure
+from scripts.long_run_parts.rules import DRIFTLAB, RULES, Network, free_pair_stays
+from scripts.long_run_parts.series import CONTROLS, grown, times
 from suite.showing.wording import Column, counted, sentences, share_of, spread, table
 
 LOOKS = (30, 300, 3_000)
 STEPS_OF_THE_PAIR = (10, 30, 100, 200, 300, 500, 700, 800, 1_000)
 GONE = 1e-3  # a float64 control so far from its reference has lost all that float64 has over float32
-CONTROLS = ("control.float64", "control.float32")
 
 
 def answer(networks: Sequence[Network], steps: int) -> Answer:
@@ -45,10 +39,14 @@ def scores(networks: Sequence[Network], step: int) -> dict[str, Score]:
     return found
 
 
-def found_at(network: Network) -> list[int | None]:
-    """The step that the verdict names, seed by seed; None where it is no bug."""
-    judged = [judge([record]) for record in network.records]
-    return [j.where.step if j.verdict is Verdict.BUG and j.where else None for j in judged]
+def verdicts(network: Network) -> list[Judgement]:
+    """Of each seed by itself, at the end of the training."""
+    return [judge([record]) for record in network.records]
+
+
+def found_at(judged: Sequence[Judgement]) -> list[int]:
+    """The steps that those name which say bug, and where."""
+    return [j.where.step for j in judged if j.verdict is Verdict.BUG and j.where]
 
 
 def _sentence(networks: Sequence[Network]) -> str:
@@ -56,28 +54,29 @@ def _sentence(networks: Sequence[Network]) -> str:
     faults = [n for n in networks if n.begins is not None]
     other = [f"{s.rule.words}: {s.right} of {s.n}" for key, s in last.items() if key != DRIFTLAB.key]
     mine = last[DRIFTLAB.key]
-    begin = _grown(networks[0], CONTROLS[0])
-    first, final = min(begin), max(begin)
-    most = max(begin, key=lambda step: median(begin[step]))
+    growth = grown(networks[0], CONTROLS[0])
+    first, final = min(growth), max(growth)
+    most = max(growth, key=lambda step: median(growth[step]))
     return sentences(
         f"At step {LOOKS[-1]:,}, with both faults at work, driftlab's verdict is right about {mine.right} of "
         f"{mine.n} trainings; {'; '.join(other)}.",
         *(_found(n) for n in faults),
-        f"In a window of six updates the drift of the control grows {spread(begin[first], _two)} times an "
-        f"update at step {first:,}, most at step {most:,} ({spread(begin[most], _two)} times), and "
-        f"{spread(begin[final], _two)} times at step {final:,}; rounding that only adds up grows 1.2 to "
+        f"In a window of six updates the drift of the control grows {spread(growth[first], _two)} times an "
+        f"update at step {first:,}, most at step {most:,} ({spread(growth[most], _two)} times), and "
+        f"{spread(growth[final], _two)} times at step {final:,}; rounding that only adds up grows 1.2 to "
         "1.43 times.",
         _gone(networks[0]),
     )
 
 
 def _found(network: Network) -> str:
-    steps = [s for s in found_at(network) if s is not None]
+    judged = verdicts(network)
+    steps = found_at(judged)
     pair = share_of(not free_pair_stays(r, LOOKS[-1]) for r in network.records)
     where = f", which it puts at step {spread(steps, _whole)}" if steps else ""
-    n = counted(len(network.records), "seed")
+    bugs, n = sum(j.verdict is Verdict.BUG for j in judged), counted(len(judged), "seed")
     return (
-        f"The {network.words} ends as `bug` in {len(steps)} of {n}{where}; the free-running float64 pair "
+        f"The {network.words} ends as `bug` in {bugs} of {n}{where}; the free-running float64 pair "
         f"leaves its control in {pair}."
     )
 
@@ -131,28 +130,9 @@ def _rules(networks: Sequence[Network]) -> Table:
     return table("rules", "How often each rule is right, the later the training", lines, columns, said)
 
 
-def _grown(network: Network, arm: str) -> dict[int, list[float]]:
-    """Window -> by how much the distance of an arm grows an update, seed by seed."""
-    return _by_window(network, lambda rows: growth(rows, f"weight_distance/{arm}"))
-
-
-def _times(network: Network) -> dict[int, list[float]]:
-    return _by_window(network, lambda rows: times_the_controls(rows, Examined([])))
-
-
-def _by_window(network: Network, of: Callable[[list], float | None]) -> dict[int, list[float]]:
-    found: dict[int, list[float]] = {}
-    for record in network.records:
-        for begins, rows in windows_of(record.local).items():
-            found.setdefault(begins, [])
-            if (value := of(rows)) is not None:
-                found[begins].append(value)
-    return {begins: found[begins] for begins in sorted(found)}
-
-
 def _windows(networks: Sequence[Network], steps: int) -> Table:
-    grown = {arm: _grown(networks[0], arm) for arm in CONTROLS}
-    times = [_times(n) for n in networks]
+    growth = {arm: grown(networks[0], arm) for arm in CONTROLS}
+    excess = [times(n) for n in networks]
     columns = [
         Column("step", "window from step", lambda w: f"{w:,}"),
         Column(
@@ -161,11 +141,13 @@ def _windows(networks: Sequence[Network], steps: int) -> Table:
             lambda w: f"{(1 + math.cos(math.pi * w / steps)) / 2:.2g}",
         ),
         *(
-            Column(f"growth_{arm}", f"growth of {arm} an update", lambda w, a=arm: spread(grown[a][w], _two))
+            Column(f"growth_{arm}", f"growth of {arm} an update", lambda w, a=arm: spread(growth[a][w], _two))
             for arm in CONTROLS
         ),
         *(
-            Column(f"times_{i}", f"{n.words}: times the controls", lambda w, i=i: spread(times[i].get(w, [])))
+            Column(
+                f"times_{i}", f"{n.words}: times the controls", lambda w, i=i: spread(excess[i].get(w, []))
+            )
             for i, n in enumerate(networks)
         ),
     ]
@@ -175,7 +157,7 @@ def _windows(networks: Sequence[Network], steps: int) -> Table:
         f"Times the controls: in float64, a bug from {HALFWAY:,.0f} on."
     )
     return table(
-        "windows", "Growth along the run, and what the windows say", grown[CONTROLS[0]], columns, said
+        "windows", "Growth along the run, and what the windows say", growth[CONTROLS[0]], columns, said
     )
 
 
@@ -205,8 +187,10 @@ def _pair(networks: Sequence[Network]) -> Table:
 
 
 def _ends(networks: Sequence[Network], steps: int) -> Table:
-    def verdicts(n: Network) -> str:
-        found = [judge([record]).verdict for record in n.records]
+    judged = {n.words: verdicts(n) for n in networks}
+
+    def counts(words: str) -> str:
+        found = [j.verdict for j in judged.get(words, ())]
         return ", ".join(f"{v} {found.count(v)}" for v in dict.fromkeys(found))
 
     def last(kind: str, arm: str, r: SeedRecord) -> float:
@@ -226,13 +210,11 @@ def _ends(networks: Sequence[Network], steps: int) -> Table:
     columns = [
         Column("network", "network", lambda line: line[0]),
         Column("n", "seeds", lambda line: len(line[2].records)),
-        Column(
-            "verdict", "verdict a seed", lambda line: verdicts(line[2]) if line[1] != CONTROLS[1] else None
-        ),
+        Column("verdict", "verdict a seed", lambda line: counts(line[0]) or None),
         Column(
             "step",
             "set in at step, by the verdict",
-            lambda line: spread([s for s in found_at(line[2]) if s is not None], _whole),
+            lambda line: spread(found_at(judged.get(line[0], ())), _whole),
         ),
         Column("accuracy", "test accuracy off (points)", lambda line: accuracy(line[1], line[2])),
         Column("disagreement", "test images classified otherwise (%)", lambda line: apart(line[1], line[2])),
@@ -241,77 +223,3 @@ def _ends(networks: Sequence[Network], steps: int) -> Table:
         f"After {steps:,} updates in float32: median (least to greatest) over seeds, against the reference."
     )
     return table("ends", "Where each training ends", lines, columns, said)
-
-
-def figure(networks: Sequence[Network]) -> Figure:
-    caption = (
-        "(a) Growth of the control's distance an update, in windows of six updates from equal weights "
-        "(float64 drawn through, float32 dashed); shaded: what rounding that only adds up shows. "
-        "(b) Candidate over its controls in these windows, float64; dotted: HALFWAY. (c) Free-running "
-        "float64 and (d) float32: weight distance from the reference. Lines: medians over seeds; bands: their range. "
-        "Upright: where a fault sets in."
-    )
-    return Figure(
-        "long_run",
-        "A long training, and two faults on its way",
-        partial(_draw, networks),
-        caption,
-        aspect=0.8,
-    )
-
-
-def _draw(networks: Sequence[Network], canvas: Canvas, look: Look) -> None:
-    axes = canvas.subplots(2, 2).flat
-    canvas.subplots_adjust(top=0.86, bottom=0.09, left=0.1, right=0.98, hspace=0.32, wspace=0.26)
-    names = ["control", *(n.words.removeprefix("right rewrite: ") for n in networks)]
-    colours = dict(zip(names, look.series, strict=False))
-    a, b, c, d = axes
-    a.axhspan(6**0.1, 6**0.2, color=look.ink, alpha=0.12, linewidth=0)
-    for arm, style in zip(CONTROLS, ("-", "--"), strict=True):
-        _band(a, _grown(networks[0], arm), colours["control"], style)
-    for n, name in zip(networks, names[1:], strict=True):
-        _band(b, _times(n), colours[name], "-", floor=1e-3)
-    b.axhline(HALFWAY, color=look.ink, linestyle=":", linewidth=0.8)
-    for ax, dtype in ((c, "float64"), (d, "float32")):
-        _band(ax, _distances(networks[0], f"control.{dtype}"), colours["control"], "-")
-        for n, name in zip(networks, names[1:], strict=True):
-            _band(ax, _distances(n, f"candidate.{dtype}"), colours[name], "-")
-    for ax, title in zip(
-        (a, b, c, d),
-        (
-            "(a) growth an update",
-            "(b) times the controls",
-            "(c) float64, free-running",
-            "(d) float32, free-running",
-        ),
-        strict=True,
-    ):
-        ax.set_title(title, fontsize="small", loc="left")
-        ax.set_xscale("log")
-        for n, name in zip(networks, names[1:], strict=True):
-            if n.begins is not None and ax is not a:
-                ax.axvline(n.begins, color=colours[name], linestyle=":", linewidth=0.8)
-    for ax in (b, c, d):
-        ax.set_yscale("log")
-    for ax in (c, d):
-        ax.set_xlabel("step")
-    handles = [a.plot([], [], color=colours[name], label=name)[0] for name in names]
-    canvas.legend(handles=handles, loc="upper center", ncols=2, frameon=False, fontsize="small")
-
-
-def _distances(network: Network, arm: str) -> dict[int, list[float]]:
-    found: dict[int, list[float]] = {}
-    for record in network.records:
-        for step, value in record.series("weight_distance", arm).items():
-            if step and value > 0:
-                found.setdefault(step, []).append(value)
-    return {step: found[step] for step in sorted(found)}
-
-
-def _band(
-    ax: Axes, found: Mapping[int, Sequence[float]], colour: str, style: str, floor: float = 0.0
-) -> None:
-    steps = [step for step, values in found.items() if values]
-    of = {take: [max(take(found[s]), floor) for s in steps] for take in (min, median, max)}
-    ax.plot(steps, of[median], color=colour, linestyle=style, linewidth=1.3)
-    ax.fill_between(steps, of[min], of[max], color=colour, alpha=0.15, linewidth=0)
