@@ -134,3 +134,9 @@ class Layout:
 
     def owner(self, number: int) -> str:
         return self._names[number]
+
+    def modules(self) -> Tensor:
+        """For each number of a tensor that of its module, int64."""
+        prefixes = [name.rpartition(".")[0] for name in self._names]
+        numbers = {prefix: number for number, prefix in enumerate(dict.fromkeys(prefixes))}
+        return torch.tensor([numbers[prefix] for prefix in prefixes], dtype=torch.int64)

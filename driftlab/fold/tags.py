@@ -38,16 +38,36 @@ def positions_by_tags(
     }
     where = torch.full((count,), layout.size)
     again = torch.zeros(count, dtype=torch.bool)
-    # what is trained is the weight; a buffer with the same values is a copy of it
-    for trained in (True, False):
-        of_this_kind = {n: t for n, t in known.items() if (n in rewritten.parameters) is trained}
+    # What is trained is the weight; a buffer with the same values is a copy of it. Of several buffers the one
+    # beside the module's weight is its own: a teacher's statistics start as copies of the network's.
+    trained = {n: t for n, t in known.items() if n in rewritten.parameters}
+    buffers = {n: t for n, t in known.items() if n not in trained}
+    for of_this_kind, near in ((trained, False), (buffers, True), (buffers, False)):
         found, places = _tags_in(of_this_kind, count, layout)
+        if near:
+            beside = _beside_a_weight(tags, where, layout, found, places)
+            found, places = found[beside], places[beside]
         first = torch.full((count,), layout.size).scatter_reduce_(0, found, places, "amin")
         where = torch.where(where < layout.size, where, first)
         again[found[where[found] != places]] = True
     positions = {name: where[tag] for name, tag in tags.items()}
     placed = {name: where for name, where in positions.items() if bool((where < layout.size).all())}
     return placed, [name for name in placed if bool(again[tags[name]].any())]
+
+
+def _beside_a_weight(
+    tags: dict[str, Tensor], where: Tensor, layout: Layout, found: Tensor, places: Tensor
+) -> Tensor:
+    """Of each tag found whether the module it is found in holds a weight of the module that it is of, too."""
+    modules = {name: number for number, name in enumerate({name.rpartition(".")[0] for name in tags})}
+    module_of = torch.full_like(where, len(modules))
+    for name, tag in tags.items():
+        module_of[tag] = modules[name.rpartition(".")[0]]
+    theirs = layout.modules()
+    pairs = torch.zeros(len(modules) + 1, len(layout.shapes), dtype=torch.bool)
+    placed = where < layout.size
+    pairs[module_of[placed], theirs[layout.owners(where[placed])]] = True
+    return pairs[module_of[found], theirs[layout.owners(places)]]
 
 
 def _tag(module: nn.Module) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ serve again.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -48,6 +49,7 @@ class Snapshots:
 
     def __init__(self, pair: Pair, run: Run):
         self.pair, self._run = pair, run
+        self.put_back = False  # see ``Pair.in_step``
         self._kept: dict[int, tuple[nn.Module, nn.Module]] = {}
         for step in run.walk():
             both = (run.arm(f"{role}.float32").module for role in ("reference", "candidate"))
@@ -59,9 +61,19 @@ class Snapshots:
 
     def at(self, step: int) -> tuple[Pair, Batch]:
         """Both on the weights that the candidate has before ``step``, and that step's batch."""
-        pair = self.pair.in_step(*self._kept[step])
+        pair = self.pair.in_step(*self._kept[step], put_back=self.put_back)
         # random layers as lockstep seeds them at this step
         return replace(pair, seed=step_seed(pair.seed, step)), self._run.batch(step)
+
+    def strays(self, step: int) -> list[str]:
+        """See ``Pair.strays``."""
+        return self.pair.strays(self._kept[step][0])
+
+    def with_strays_put_back(self) -> Snapshots:
+        """The same steps, at which what has no place in the other is as it was at the start."""
+        other = copy.copy(self)
+        other.put_back = True
+        return other
 
     def moved_apart(self, step: int) -> Place:
         """The module whose weights the update before ``step`` parted most, in units of their own size."""

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from driftlab.blame import theirs
 from driftlab.fold import Fold, FoldError, find_fold
 from driftlab.fold.layout import relative_distance
-from driftlab.fold.unfold import floating_tensors
+from driftlab.fold.unfold import Unfold, floating_tensors
 from driftlab.network.calling import Call, copied, whole
 from driftlab.network.modules import paired_modules
 from driftlab.network.outputs import Outputs
@@ -97,19 +97,44 @@ class Pair:
             return self
         return replace(self, reference=self.reference.to(dtype), candidate=self.candidate.to(dtype))
 
-    def in_step(self, reference: nn.Module, candidate: nn.Module) -> Pair:
+    def in_step(self, reference: nn.Module, candidate: nn.Module, *, put_back: bool = False) -> Pair:
         """The pair at another point of its training, both on the candidate's weights and buffers.
 
         They are given in float32, and held in the dtypes of this pair's.
+
+        Args:
+            put_back: what has no place in the other is as it was at the start, in both, instead of as each of
+                the two has trained it.
         """
         reference = held_like(without_gradients(reference), self.reference)
         candidate = held_like(without_gradients(candidate), self.candidate)
+        if put_back:
+            _put_back(self.candidate, candidate, self.fold)
         given = self.fold(floating_tensors(candidate))
+        if put_back:
+            given = floating_tensors(self.reference) | given
         with torch.no_grad():
             for name, tensor in floating_tensors(reference).items():
                 if name in given:
                     tensor.copy_(given[name])
         return replace(self, reference=reference, candidate=candidate)
+
+    def strays(self, reference: nn.Module) -> list[str]:
+        """The reference's tensors without a place in the candidate that its training has moved since."""
+        mine, before = floating_tensors(reference), floating_tensors(self.reference)
+        placed = self.fold(floating_tensors(self.candidate))
+        moved = (n for n in mine if n not in placed and n in before)
+        return [n for n in moved if not torch.equal(mine[n], before[n].to(mine[n]))]
+
+
+def _put_back(before: nn.Module, candidate: nn.Module, fold: Fold) -> None:
+    """The entries that the fold takes nothing from as they were. Raises FoldError where it computes."""
+    now, start = floating_tensors(candidate), floating_tensors(before)
+    reached = Unfold(fold, now)
+    kept = reached(fold(now), start)
+    with torch.no_grad():
+        for name, tensor in now.items():
+            tensor.copy_(kept[name])
 
 
 # A weight that is off by less means the same and has another value; by more, it may mean something else.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from driftlab.fold import FoldError, listed
 from driftlab.lockstep.window import Snapshots
 from driftlab.probes.later import at_later_step, examination_at, first_wrong, locate
 from driftlab.probes.precision import PROBE as PRECISION
@@ -21,6 +22,9 @@ def ask_last_step(
         earlier: makes the snapshots to search for the first wrong step, where these hold the last alone.
     """
     last = examination_at(snapshots, steps)
+    if last.wrong and (strays := snapshots.strays(steps)) and not _wrong_without(snapshots, steps):
+        put_back = f"with what has no place in the other as it was at the start ({listed(strays)})"
+        return [PROBE.finding(0.0, None, f"they do, at step {steps}, {put_back}")]
     if last.wrong:
         searched = earlier() if earlier else snapshots
         return locate(searched, first_wrong(searched, steps)) or locate(snapshots, steps)
@@ -33,6 +37,14 @@ def ask_last_step(
     if not last.network.narrow():
         return [PROBE.finding(0.0, None, f"they do, at step {steps}")]
     return [at_later_step(f, steps) for f in PRECISION.ask(last) if f.evidence.supports]
+
+
+def _wrong_without(snapshots: Snapshots, steps: int) -> bool:
+    """Whether they differ on the same state too: what has no place in the other each has trained alone."""
+    try:
+        return examination_at(snapshots.with_strays_put_back(), steps).wrong
+    except FoldError:  # the fold computes
+        return True
 
 
 PROBE = Probe(

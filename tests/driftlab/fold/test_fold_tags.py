@@ -94,6 +94,19 @@ def test_tags_hold_where_the_values_were_changed_since():
     assert not find_fold(reference, candidate, transposed).is_identity
 
 
+def test_of_several_copies_of_a_buffer_that_beside_the_weight_is_taken():
+    def beside_a_copy(model):
+        both = nn.Module()
+        both.register_buffer("teacher", model[0].running_mean.clone())
+        both.norm = model[0]
+        return both
+
+    reference = nn.Sequential(nn.BatchNorm1d(4))
+    fold = find_fold(reference, beside_a_copy(copy.deepcopy(reference)), beside_a_copy)
+    assert fold.sources("0.running_mean") == {"norm.running_mean"}
+    assert fold.repeated == ("0.running_mean",)
+
+
 def test_says_which_weights_became_several():
     def doubled(model):
         return nn.ModuleList([model, copy.deepcopy(model)])
