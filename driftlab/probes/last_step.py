@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from driftlab.fold import FoldError, listed
 from driftlab.lockstep.window import Snapshots
+from driftlab.probes.function import PROBE as FUNCTION
 from driftlab.probes.later import at_later_step, examination_at, first_wrong, locate
 from driftlab.probes.precision import PROBE as PRECISION
 from driftlab.probes.probe import Probe
@@ -27,7 +28,8 @@ def ask_last_step(
         return [PROBE.finding(0.0, None, f"they do, at step {steps}, {put_back}")]
     if last.wrong:
         searched = earlier() if earlier else snapshots
-        return locate(searched, first_wrong(searched, steps)) or locate(snapshots, steps)
+        found = locate(searched, first_wrong(searched, steps)) or locate(snapshots, steps)
+        return found or [at_later_step(f, steps) for f in FUNCTION.ask(last)]  # what explains it
     if last.network.untold():
         return [
             PROBE.not_applicable("the network is chaotic there: one unit in the last place changes it all")
