@@ -20,7 +20,7 @@ class Cone:
 
     Attributes:
         first: those that are made of values that are there. Where they begin in several of the network's own
-            parts, as in two towers, those of the part that comes first.
+            parts, as in two towers, or in several modules of one list, those of the one that comes first.
     """
 
     def __init__(
@@ -60,8 +60,13 @@ class Cone:
         return bool(there) and not beside
 
     def _in_one_part(self, numbers: list[int]) -> list[int]:
-        parts = [self._lifted(n).partition(".")[0] for n in numbers]
-        return numbers if "" in parts else [n for n, p in zip(numbers, parts, strict=True) if p == parts[0]]
+        scopes = [self._lifted(n) for n in numbers]
+        shared = common(scopes)
+        if shared in scopes or (shared and any(value.scope == shared for value in self._values)):
+            return numbers
+        depth = shared.count(".") + 1 if shared else 0
+        parts = [scope.split(".")[depth] for scope in scopes]
+        return [n for n, part in zip(numbers, parts, strict=True) if part == parts[0]]
 
     def scope_beside(self, other: Cone) -> str | None:
         """The module in which this network parts from the other, where that one begins to part from it.
