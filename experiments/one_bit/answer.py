@@ -32,9 +32,10 @@ def answer(settings: DictConfig, values: Values) -> Answer:
     looks = look_steps(settings.steps, settings.progress.points)
     seen = {key: curves(values, key) for key in ROWS if key != "nothing"}
     figure = variation_figure(found, looks, seen, settings.progress.images)
-    on_the_way = _on_the_way(looks, epochs, seen, accuracy_curve(values, "all"), settings.progress.images)
+    right = accuracy_curve(values, "all")
+    on_the_way = _on_the_way(looks, epochs, seen, right, settings.progress.images)
     tables = [_variation(found), on_the_way, _differences(settings, found, epochs)]
-    return Answer(_sentence(found, epochs), tables, [figure])
+    return Answer(sentences(_sentence(found, epochs), _falls(looks, epochs, seen, right)), tables, [figure])
 
 
 def _sentence(found: Mapping[str, Summary], epochs: float) -> str:
@@ -53,6 +54,20 @@ def _sentence(found: Mapping[str, Summary], epochs: float) -> str:
         _of_nothing(found),
         _of_blown_up(found),
         _limits(everything, epochs),
+    )
+
+
+def _falls(looks: Sequence[int], epochs: float, seen: Mapping, right: Sequence[float]) -> str:
+    """From where disagreement by round-off is greatest to the end; nothing where it ends there."""
+    apart = seen["one_ulp"]
+    most = max(range(len(apart)), key=apart.__getitem__, default=0)
+    if not len(apart) or not len(right) or most == len(apart) - 1:
+        return ""
+    epoch = epochs * looks[most] / looks[-1]
+    return (
+        f"While they train, two runs that differ in one bit disagree most at epoch {epoch:.2g} "
+        f"({apart[most]:.0f} %, at {right[most]:.0f} % accuracy), and at the end on {apart[-1]:.0f} % "
+        f"(at {right[-1]:.0f} %)."
     )
 
 

@@ -14,6 +14,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from driftlab.report.sections import Figure, Look
 from experiments.one_bit.summary import LEVEL, PUBLISHED, THEIR_EPOCHS, Summary
 
+LONGEST = 4  # times the largest value: where the interval of a few runs is cut
 ROUND_OFF, SOURCES, THEIRS = 0, 1, 5  # which of the colours of a look
 _STYLES = {"one_ulp": "-", "split": "--", "order": "-", "augmentation": "--", "init": "-.", "all": ":"}
 
@@ -25,8 +26,8 @@ def variation_figure(
     n = max(s.runs.n for s in found.values())
     caption = (
         f"Above: every row of the table, with its {100 * LEVEL:.0f} % interval over {n} runs; hollow: "
-        f"published, after {THEIR_EPOCHS} epochs. Below: mean disagreement of two runs on {images:,} test "
-        "images while they train."
+        f"published, after {THEIR_EPOCHS} epochs; an interval is cut at {LONGEST} times the largest value. "
+        f"Below: mean disagreement of two runs on {images:,} test images while they train."
     )
     title = "Round-off alone beside every other source of variation"
     return Figure("variation", title, partial(_draw, found, looks, seen), caption, aspect=1.08)
@@ -54,10 +55,13 @@ def _draw(
 def _draw_rows(ax: Axes, found: Mapping[str, Summary], measure: str, look: Look) -> None:
     """One line a row, the first on top; what is not known is left out."""
     hollow = {"markerfacecolor": "none", "markeredgecolor": look.series[THEIRS]}
+    values = [getattr(s, measure).value or 0.0 for s in found.values()]
+    most = LONGEST * max([*values, *(getattr(p, measure) for p in PUBLISHED.values())])
     for place, (key, summary) in enumerate(found.items()):
         estimate, colour = getattr(summary, measure), _colour(summary, look)
         if estimate.bounded:
-            ax.hlines(place, estimate.low, estimate.high, color=colour, linewidth=2, clip_on=False)
+            high = min(estimate.high, most)
+            ax.hlines(place, estimate.low, high, color=colour, linewidth=2, clip_on=False)
         if estimate.value is not None:
             ax.plot(estimate.value, place, "o", color=colour, markersize=5.5, clip_on=False)
         if key in PUBLISHED:
