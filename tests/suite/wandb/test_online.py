@@ -16,12 +16,16 @@ from tests.suite.wandb.server import Server
 
 pytestmark = pytest.mark.slow
 
-SHORT = "scale=smoke data=shapes steps=3 float64_steps=2 batch_size=8 eval_images=20 local.windows=[] seed=0"
+SHORT = (
+    "scale=smoke data=shapes steps=3 float64_steps=2 batch_size=4 eval_images=8 probe_images=2 model=resnet14 "
+    "+model.zero_scale=false local.windows=[] seed=0"
+)
 BUG = "+experiment=planted_bug"
 
 
 def command(results: Path, *settings: str) -> list[str]:
     given = {setting.partition("=")[0] for setting in settings}
+    given |= {"model", "+model.zero_scale"} if "model._target_" in given else set()
     short = [setting for setting in SHORT.split() if setting.partition("=")[0] not in given]
     return [sys.executable, str(ROOT / "train.py"), *settings, *short, f"results={results}"]
 
