@@ -17,8 +17,8 @@ from tests.suite.wandb.server import Server
 pytestmark = pytest.mark.slow
 
 SHORT = (
-    "scale=smoke data=shapes steps=3 float64_steps=2 batch_size=4 eval_images=8 probe_images=2 model=resnet14 "
-    "+model.zero_scale=false local.windows=[] seed=0"
+    "scale=smoke data=shapes steps=3 float64_steps=2 batch_size=4 eval_images=8 probe_images=2 "
+    "model=resnet14 +model.zero_scale=false local.windows=[] seed=0"
 )
 BUG = "+experiment=planted_bug"
 
