@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from driftlab.arithmetic.flow import Flow
-from driftlab.arithmetic.flow_back import common
 from driftlab.arithmetic.prints import ABOUT, NEARLY
+from driftlab.network.modules import common, lies_in
 
 
 class Cone:
@@ -50,7 +50,7 @@ class Cone:
         found = common([self._lifted(n) for n in self.first])
         if not self._any_known:
             made = common([self._lifted(n, moved=False) for n in self.first])
-            found = made if f"{made}.".startswith(f"{found}.".lstrip(".")) else found
+            found = made if lies_in(made, found) else found
         users = [self._values[u].scope for n in self.first for u in self._uses[n]] if cut else []
         return common([found, *users]) or found
 
@@ -180,7 +180,7 @@ class Cone:
             if at in seen or self._values[at].given:
                 continue
             seen.add(at)
-            if f"{self._values[at].scope}.".startswith(f"{scope}."):
+            if lies_in(self._values[at].scope, scope):
                 waiting += self._values[at].inputs
             else:
                 found.add(self._values[at].scope)
@@ -197,7 +197,7 @@ class Cone:
         reached = {n for n in border if n in self._absent}
         ended = any(not self._uses[n] for n in inside)
         others = {self._values[n].scope for n in inside | reached}
-        changed = any(not f"{at}.".startswith(f"{s}.".lstrip(".")) and not self._right(s) for s in others)
+        changed = any(not lies_in(at, s) and not self._right(s) for s in others)
         slightly = any(self._nearly(n, ABOUT) for n in inside | reached if self._values[n].scope == at)
         return inside | reached if reached and changed and not ended and not slightly else {number}
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.flow import Flow, Value
 from driftlab.arithmetic.prints import Prints, prints
+from driftlab.network.modules import common
 
 Gradients = tuple[list[Prints | None], list[Prints | None]]
 
@@ -67,14 +68,3 @@ class Steps:
 
 def _all(gradients: tuple) -> list[Prints | None]:
     return [prints(g) if isinstance(g, Tensor) else None for g in gradients]
-
-
-def common(scopes: list[str]) -> str:
-    """The innermost module that is, or holds, each of them."""
-    paths = [s.split(".") if s else [] for s in scopes]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)

@@ -58,15 +58,25 @@ def _holder(name: str, own: set[str], taken_from: dict[str, frozenset[str]], the
     return holder if holder in theirs and not inside else None
 
 
-def common_parent(names: Iterable[str]) -> str:
-    """The innermost module that holds all of these tensors."""
-    paths = [n.split(".")[:-1] for n in names]
+def lies_in(inner: str, outer: str) -> bool:
+    """Whether a module is ``outer``, or lies in it; "" is the network."""
+    return not outer or f"{inner}.".startswith(f"{outer}.")
+
+
+def common(modules: Iterable[str]) -> str:
+    """The innermost module that is, or holds, each of them."""
+    paths = [name.split(".") if name else [] for name in modules]
     shared = []
     for parts in zip(*paths, strict=False):
         if len(set(parts)) > 1:
             break
         shared.append(parts[0])
     return ".".join(shared)
+
+
+def common_parent(names: Iterable[str]) -> str:
+    """The innermost module that holds all of these tensors."""
+    return common(name.rpartition(".")[0] for name in names)
 
 
 def only_holds(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from driftlab.arithmetic.locating import BACKWARD, SAME_BORDERS, first_wrong
 from driftlab.arithmetic.tracing import Traced, parting
 from driftlab.blame import not_ours
 from driftlab.fold import Fold
-from driftlab.network.modules import common_parent, only_holds
+from driftlab.network.modules import common_parent, lies_in, only_holds
 from driftlab.network.pair import Pair
 from driftlab.probes.examination import Examination
 from driftlab.words import Place, Verdict
@@ -64,10 +64,10 @@ def placed(
         return _of(pair, module, difference)
     at = _called(pair, parted[0])
     place = Place(at, _pass_of(pass_, at, wrong), 0, parted[1])
-    if damped and _within(module, place.module):  # the border moved: what is seen of it is the parent's
+    if damped and lies_in(module, place.module):  # the border moved: what is seen of it is the parent's
         return place, (place.module and found.local.wrong(place.module)) or wrong[0]
     # of a gradient that no call explains its owner says more than the whole network does
-    exacter = _within(place.module, module) or (not located and place.module)
+    exacter = lies_in(place.module, module) or (not located and place.module)
     if exacter or (moved and _is_where_it_moved_to(found, module, place)):
         return place, difference
     return _of(pair, module, difference)
@@ -80,8 +80,8 @@ def _is_where_it_moved_to(found: Examination, module: str, place: Place) -> bool
     is given is wrong already.
     """
     pair = found.pair
-    if _within(module, place.module):
-        return not _within(place.candidate_module or "", pair.counterparts[module])
+    if lies_in(module, place.module):
+        return not lies_in(place.candidate_module or "", pair.counterparts[module])
     return place.module not in pair.counterparts or found.local.aligned(place.module, ALREADY_WRONG)
 
 
@@ -93,7 +93,7 @@ def _earliest(found: Examination, wrong: list[Difference]) -> Difference:
 
 
 def _of(pair: Pair, module: str, difference: Difference) -> tuple[Place, Difference]:
-    if difference.pass_ == "buffer" and _within(difference.name, module):  # nobody else writes into it
+    if difference.pass_ == "buffer" and lies_in(difference.name, module):  # nobody else writes into it
         module = difference.name.rpartition(".")[0]
     return Place(_called(pair, module), difference.pass_, 0, pair.counterparts.get(module)), difference
 
@@ -103,10 +103,6 @@ def _called(pair: Pair, module: str) -> str:
     while module and only_holds(pair.reference.get_submodule(module)):
         module = module.rpartition(".")[0]
     return module
-
-
-def _within(inner: str, outer: str) -> bool:
-    return not outer or f"{inner}.".startswith(f"{outer}.")
 
 
 def _may_be_moved(found: Examination, module: str, difference: Difference) -> bool:
@@ -134,7 +130,7 @@ def _pass_of(pass_: str, module: str, wrong: list[Difference]) -> str:
     if pass_ != "weight gradient":
         return pass_
     names = [d.name for d in wrong if d.pass_ == pass_]
-    own = all(_within(n, module) if module else "." not in n for n in names)
+    own = all(lies_in(n, module) if module else "." not in n for n in names)
     return pass_ if own else "input gradient"
 
 

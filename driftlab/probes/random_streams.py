@@ -18,6 +18,7 @@ from driftlab.arithmetic.local import Local
 from driftlab.arithmetic.passes import Recorded
 from driftlab.fold.layout import flat
 from driftlab.network.calling import copied, each_tensor, named_leaves, seed_random_layers
+from driftlab.network.modules import lies_in
 from driftlab.network.outputs import Leaves, Outputs
 from driftlab.probes.examination import Examination
 from driftlab.probes.probe import Probe
@@ -139,7 +140,7 @@ def _wrong_forward(local: Local, name: str) -> bool:
 
 def _related(name: str, other: str) -> bool:
     """Whether one of the two modules is, or lies in, the other."""
-    return not other or name == other or name.startswith(f"{other}.") or other.startswith(f"{name}.")
+    return lies_in(name, other) or (bool(name) and lies_in(other, name))
 
 
 _QUESTION = "Do random layers draw from the same distribution in both, though not the same numbers?"
