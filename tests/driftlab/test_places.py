@@ -117,3 +117,36 @@ def test_statistics_that_two_norms_share_are_named_and_no_module_is_called_wrong
     with pytest.raises(AssertionError, match=r"Where: buffer of [ab]\n") as wrong:
         assert_equivalent(Norms(False), Norms(True), x)
     assert "what arrives there is wrong" in str(wrong.value)
+
+
+class Gates(nn.Module):
+    """As many mixtures of the inputs' columns as there are gates, each a linear layer and a softmax."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gates = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Softmax(1)) for _ in range(3))
+
+    def forward(self, x):
+        return torch.stack([(gate(x) * x).sum(1) for gate in self.gates], 1)
+
+
+class InOneWeight(nn.Module):
+    """The same by one product; ``axis`` should be 2."""
+
+    def __init__(self, gates, axis):
+        super().__init__()
+        self.weight = nn.Parameter(torch.stack([gate[0].weight.detach().T for gate in gates.gates]))
+        self.bias = nn.Parameter(torch.stack([gate[0].bias.detach() for gate in gates.gates]))
+        self.axis = axis
+
+    def forward(self, x):
+        scores = torch.einsum("ni,gio->ngo", x, self.weight) + self.bias
+        return (scores.softmax(self.axis) * x[:, None]).sum(2)
+
+
+def test_of_several_in_a_list_that_part_the_first_is_named():
+    x = torch.randn(9, 5, generator=torch.Generator().manual_seed(0))
+    assert_equivalent(Gates(), InOneWeight(Gates(), 2), x)
+    with pytest.raises(AssertionError, match=r"Where: forward of gates\.0\.1"):
+        assert_equivalent(Gates(), InOneWeight(Gates(), 0), x)
