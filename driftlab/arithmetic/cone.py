@@ -38,7 +38,9 @@ class Cone:
         self._any_known = any(map(right, {value.scope for value in self._values} - {""}))
         self._absent = self._led([own.results[end] for end in ends if end in own.results])
         first = [n for n in sorted(self._absent) if self._absent.isdisjoint(self._values[n].inputs)]
-        self.first = self._in_one_part([n for n in first if not self._made_up_for(n)] or first)
+        self.first = self._in_one_part(
+            self._upstream([n for n in first if not self._made_up_for(n)] or first)
+        )
 
     def scope(self, cut: bool = False) -> str:
         """The innermost module that holds all of the beginning.
@@ -58,6 +60,28 @@ class Cone:
         """Whether this network has what the other's beginning is made of, and goes nowhere from there."""
         there, beside = self._beside(other)
         return bool(there) and not beside
+
+    def _upstream(self, numbers: list[int]) -> list[int]:
+        """Less those in modules that what begins beside them leads to."""
+        begun: dict[str, list[int]] = {}
+        for number in numbers:
+            begun.setdefault(self._lifted(number), []).append(number)
+        led_to = {
+            made
+            for scope, own in begun.items()
+            for at in self._leads_to(own)
+            if not lies_in(made := self._values[at].scope, scope) and not lies_in(scope, made)
+        }
+        return [n for scope, own in begun.items() if scope not in led_to for n in own] or numbers
+
+    def _leads_to(self, numbers: list[int]) -> set[int]:
+        """The absent values that are made of these."""
+        found, waiting = set(), list(numbers)
+        while waiting:
+            made = [u for u in self._uses[waiting.pop()] if u in self._absent and u not in found]
+            found.update(made)
+            waiting += made
+        return found
 
     def _in_one_part(self, numbers: list[int]) -> list[int]:
         scopes = [self._lifted(n) for n in numbers]
