@@ -2,7 +2,7 @@
 
 import pytest
 
-SHORT = ("steps=24", "float64_steps=8", "model.width=4", "batch_size=16", "probe_images=4", "eval_images=50")
+SHORT = ("steps=24", "float64_steps=8", "model.width=4", "batch_size=32", "eval_images=100")
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ TRAINING = [
     "local={windows: [2], updates: 2}",
     "checkpoint_every=0",
     "probe_images=2",
-    "model=resnet14",  # fewer layers to probe; the life of a run has the same stages
     "threads=1",
     "workers=1",
 ]
