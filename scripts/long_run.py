@@ -64,7 +64,7 @@ def _page(runs: Sequence[Judged], sentence: str) -> Iterable[str]:
     n = min(len(run.records) for run in runs)
     yield f"# {settings.name}\n"
     yield f"{PUBLISHED_NOTE}\n"
-    verdict = f"`{judgement.verdict}`: of the split: {judgement.headline}."
+    verdict = f"`{judgement.verdict}` of the split: {judgement.headline}."
     yield from opening(settings, n, True, verdict, sentence)
 
 

@@ -4,103 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import median
 
-from bench import habits
-from bench.habits import Score
 from driftlab.record.seed_record import SeedRecord
 from driftlab.report.sections import Answer, Table
 from driftlab.rounding import HALFWAY
-from driftlab.verdict.rules import judge
-from driftlab.words import Judgement, Verdict
 from scripts.long_run_parts.figure import figure
-from scripts.long_run_parts.rules import DRIFTLAB, RULES, Network, free_pair_stays
+from scripts.long_run_parts.rules import Network, free_pair_stays
 from scripts.long_run_parts.series import CONTROLS, grown, times
-from suite.showing.wording import Column, counted, sentences, share_of, spread, table
+from scripts.long_run_parts.words import LOOKS, found_at, scores, sentence, two, verdicts, whole
+from suite.showing.wording import Column, share_of, spread, table
 
-LOOKS = (30, 300, 3_000)
 STEPS_OF_THE_PAIR = (10, 30, 100, 200, 300, 500, 700, 800, 1_000)
-GONE = 1e-3  # a float64 control so far from its reference has lost all that float64 has over float32
 
 
 def answer(networks: Sequence[Network], steps: int) -> Answer:
     """From the right rewrite first, then the faults; ``steps`` are those of the whole training."""
     tables = [_rules(networks), _windows(networks, steps), _pair(networks), _ends(networks, steps)]
-    return Answer(_sentence(networks), tables, [figure(networks)])
-
-
-def scores(networks: Sequence[Network], step: int) -> dict[str, Score]:
-    """How often each rule was right about the trainings as they were after so many updates."""
-    found = {}
-    for rule in RULES:
-        said = [(n.same(step), rule.same(record, step)) for n in networks for record in n.records]
-        if any(answer is not None for _, answer in said):
-            found[rule.key] = habits.score(rule, said)
-    return found
-
-
-def verdicts(network: Network) -> list[Judgement]:
-    """Of each seed by itself, at the end of the training."""
-    return [judge([record]) for record in network.records]
-
-
-def found_at(judged: Sequence[Judgement]) -> list[int]:
-    """The steps that those name which say bug, and where."""
-    return [j.where.step for j in judged if j.verdict is Verdict.BUG and j.where]
-
-
-def _sentence(networks: Sequence[Network]) -> str:
-    last = scores(networks, LOOKS[-1])
-    faults = [n for n in networks if n.begins is not None]
-    other = [f"{s.rule.words}: {s.right} of {s.n}" for key, s in last.items() if key != DRIFTLAB.key]
-    mine = last[DRIFTLAB.key]
-    growth = grown(networks[0], CONTROLS[0])
-    first, final = min(growth), max(growth)
-    most = max(growth, key=lambda step: median(growth[step]))
-    return sentences(
-        f"At step {LOOKS[-1]:,}, with both faults at work, driftlab's verdict is right about {mine.right} of "
-        f"{mine.n} trainings; {'; '.join(other)}.",
-        *(_found(n) for n in faults),
-        f"In a window of six updates the drift of the control grows {spread(growth[first], _two)} times an "
-        f"update at step {first:,}, most at step {most:,} ({spread(growth[most], _two)} times), and "
-        f"{spread(growth[final], _two)} times at step {final:,}; rounding that only adds up grows 1.2 to "
-        "1.43 times.",
-        _gone(networks[0]),
-    )
-
-
-def _found(network: Network) -> str:
-    judged = verdicts(network)
-    steps = found_at(judged)
-    pair = share_of(not free_pair_stays(r, LOOKS[-1]) for r in network.records)
-    where = f", which it puts at step {spread(steps, _whole)}" if steps else ""
-    bugs, n = sum(j.verdict is Verdict.BUG for j in judged), counted(len(judged), "seed")
-    return (
-        f"The {network.words} ends as `bug` in {bugs} of {n}{where}; the free-running float64 pair "
-        f"leaves its control in {pair}."
-    )
-
-
-def _gone(network: Network) -> str:
-    """When float64 is no longer any better than float32."""
-    gone = []
-    for record in network.records:
-        apart = record.series("weight_distance", CONTROLS[0])
-        gone.append(next((s for s in sorted(apart) if apart[s] > GONE), None))
-    steps = [s for s in gone if s is not None]
-    where = f", first at step {spread(steps, _whole)}" if steps else ""
-    return (
-        f"The float64 control is more than {GONE:g} of the weights away by its end in {len(steps)} of "
-        f"{counted(len(gone), 'seed')}{where}: from there on the free-running pair says nothing."
-    )
-
-
-def _two(value: float) -> str:
-    return f"{value:.2f}"
-
-
-def _whole(value: float) -> str:
-    return f"{value:,.0f}"
+    return Answer(sentence(networks), tables, [figure(networks)])
 
 
 def _rules(networks: Sequence[Network]) -> Table:
@@ -141,7 +61,7 @@ def _windows(networks: Sequence[Network], steps: int) -> Table:
             lambda w: f"{(1 + math.cos(math.pi * w / steps)) / 2:.2g}",
         ),
         *(
-            Column(f"growth_{arm}", f"growth of {arm} an update", lambda w, a=arm: spread(growth[a][w], _two))
+            Column(f"growth_{arm}", f"growth of {arm} an update", lambda w, a=arm: spread(growth[a][w], two))
             for arm in CONTROLS
         ),
         *(
@@ -214,7 +134,7 @@ def _ends(networks: Sequence[Network], steps: int) -> Table:
         Column(
             "step",
             "set in at step, by the verdict",
-            lambda line: spread(found_at(judged.get(line[0], ())), _whole),
+            lambda line: spread(found_at(judged.get(line[0], ())), whole),
         ),
         Column("accuracy", "test accuracy off (points)", lambda line: accuracy(line[1], line[2])),
         Column("disagreement", "test images classified otherwise (%)", lambda line: apart(line[1], line[2])),

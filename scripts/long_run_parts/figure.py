@@ -13,6 +13,7 @@ from driftlab.report.sections import Figure, Look
 from driftlab.rounding import HALFWAY
 from scripts.long_run_parts.rules import Network
 from scripts.long_run_parts.series import CONTROLS, distances, grown, times
+from scripts.long_run_parts.words import ADDED_UP
 
 
 def figure(networks: Sequence[Network]) -> Figure:
@@ -38,7 +39,7 @@ def _draw(networks: Sequence[Network], canvas: Canvas, look: Look) -> None:
     names = ["control", *(n.words.removeprefix("right rewrite: ") for n in networks)]
     colours = dict(zip(names, look.series, strict=False))
     a, b, c, d = axes
-    a.axhspan(6**0.1, 6**0.2, color=look.ink, alpha=0.12, linewidth=0)
+    a.axhspan(ADDED_UP**0.5, ADDED_UP, color=look.ink, alpha=0.12, linewidth=0)
     for arm, style in zip(CONTROLS, ("-", "--"), strict=True):
         _band(a, grown(networks[0], arm), colours["control"], style)
     for n, name in zip(networks, names[1:], strict=True):

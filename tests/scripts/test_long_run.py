@@ -5,8 +5,9 @@ import pytest
 from driftlab.probes.local_windows import PROBE
 from driftlab.record.seed_record import SeedRecord
 from driftlab.words import Place, Verdict
-from scripts.long_run_parts import answer as page
+from scripts.long_run_parts.answer import answer
 from scripts.long_run_parts.rules import RULES, Network, free_pair_stays, until
+from scripts.long_run_parts.words import scores
 from suite.reading.judging import write_shown
 
 BEGINS, STEPS, WINDOWS = 50, 400, (10, 100, 380)
@@ -90,7 +91,7 @@ def test_the_free_pair_and_the_windows_say_it_from_the_step_on():
 
 def test_a_fault_counts_once_it_has_set_in():
     networks = [Network("right", None, [record()]), Network("fault", BEGINS, [record(BEGINS)])]
-    before, after = (page.scores(networks, step)["pair"] for step in (30, 300))
+    before, after = (scores(networks, step)["pair"] for step in (30, 300))
     assert (before.same, before.wrong, before.right) == (2, 0, 2)
     assert (after.same, after.wrong, after.right) == (1, 1, 2)
 
@@ -100,9 +101,12 @@ def test_the_page_says_where_each_ends(tmp_path):
         Network("right rewrite: convs split", None, [record(seed=s) for s in range(2)]),
         Network("fault", BEGINS, [record(BEGINS, seed=s) for s in range(2)]),
     ]
-    shown = write_shown(tmp_path, page.answer(networks, STEPS))
+    shown = write_shown(tmp_path, answer(networks, STEPS))
     assert "The fault ends as `bug` in 2 of 2 seeds, which it puts at step 50" in shown["sentence"]
     assert "the free-running float64 pair leaves its control in 2 of 2" in shown["sentence"]
+    assert "The float64 control stays within 0.001 of the weights to its last step" in shown["sentence"]
+    assert "1.28 times an update at step 10" in shown["sentence"]  # (7 / 2) ** (1 / 5) and rounding
+    assert "It grows faster" not in shown["sentence"]
     assert (tmp_path / "figures" / "long_run.png").read_bytes().startswith(b"\x89PNG")
     ends = (tmp_path / "tables" / "ends.csv").read_text()
     assert "fault,2,bug 2" in ends
