@@ -19,7 +19,7 @@ GONE = 1e-3  # a float64 control so far from its reference has lost all that flo
 
 
 def sentence(networks: Sequence[Network]) -> str:
-    """The rules at the last look, where each fault is found, growth along the run, how far float64 carries."""
+    """The rules at the last look, where each fault is found, growth along the run, how far float64 goes."""
     last = scores(networks, LOOKS[-1])
     faults = [n for n in networks if n.begins is not None]
     other = [f"{s.rule.words}: {s.right} of {s.n}" for key, s in last.items() if key != DRIFTLAB.key]
@@ -62,9 +62,10 @@ def _found(network: Network) -> str:
     pair = share_of(not free_pair_stays(r, LOOKS[-1]) for r in network.records)
     where = f", which it puts at step {spread(steps, whole)}" if steps else ""
     bugs, n = sum(j.verdict is Verdict.BUG for j in judged), counted(len(judged), "seed")
+    what = network.words.removeprefix("fault: ")
     return (
-        f"The {network.words} ends as `bug` in {bugs} of {n}{where}; the free-running float64 pair "
-        f"leaves its control in {pair}."
+        f"The fault ({what}) ends as `bug` in {bugs} of {n}{where}; the free-running float64 pair leaves its "
+        f"control in {pair}."
     )
 
 

@@ -99,14 +99,14 @@ def test_a_fault_counts_once_it_has_set_in():
 def test_the_page_says_where_each_ends(tmp_path):
     networks = [
         Network("right rewrite: convs split", None, [record(seed=s) for s in range(2)]),
-        Network("fault", BEGINS, [record(BEGINS, seed=s) for s in range(2)]),
+        Network("fault: a conv", BEGINS, [record(BEGINS, seed=s) for s in range(2)]),
     ]
     shown = write_shown(tmp_path, answer(networks, STEPS))
-    assert "The fault ends as `bug` in 2 of 2 seeds, which it puts at step 50" in shown["sentence"]
+    assert "The fault (a conv) ends as `bug` in 2 of 2 seeds, which it puts at step 50" in shown["sentence"]
     assert "the free-running float64 pair leaves its control in 2 of 2" in shown["sentence"]
     assert "The float64 control stays within 0.001 of the weights to its last step" in shown["sentence"]
     assert "1.28 times an update at step 10" in shown["sentence"]  # (7 / 2) ** (1 / 5) and rounding
     assert "It grows faster" not in shown["sentence"]
     assert (tmp_path / "figures" / "long_run.png").read_bytes().startswith(b"\x89PNG")
     ends = (tmp_path / "tables" / "ends.csv").read_text()
-    assert "fault,2,bug 2" in ends
+    assert "fault: a conv,2,bug 2" in ends
