@@ -31,7 +31,8 @@ PAIRS = ("candidate.float32", "control.float32", "candidate.float64", "control.f
 def numbers() -> dict[str, dict]:
     return {
         "kinks": _kinks(),
-        "one_bit": _one_bit(),
+        "one_bit": _one_bit("one_bit"),
+        "one_bit_longer": _one_bit("one_bit_ten_epochs"),
         "losses": _losses(),
         "edge": _edge(),
         "lockstep": _lockstep(),
@@ -57,8 +58,8 @@ def _network(found: Row) -> dict:
     }
 
 
-def _one_bit() -> dict:
-    table = "one_bit/tables/variation.csv"
+def _one_bit(page: str) -> dict:
+    table = f"{page}/tables/variation.csv"
     found = {key: row(table, varied_from_run_to_run=name) for key, name in VARIED.items()}
     ratio = "over that of all three (ratio)"
     apart = "disagreement of two runs (%)"
@@ -73,14 +74,14 @@ def _one_bit() -> dict:
         numbers
         | {f"published_{k}": re.search(r"([\d.]+) %", found[k][published])[1] for k in ("bit", "all")}
         | {
-            "epochs": _setting("epochs", "here"),
-            "published_epochs": _setting("epochs", "published (ICML 2021)"),
+            "epochs": _setting(page, "epochs", "here"),
+            "published_epochs": _setting(page, "epochs", "published (ICML 2021)"),
         }
     )
 
 
-def _setting(name: str, column: str) -> str:
-    return row("one_bit/tables/differences.csv", setting=name)[column]
+def _setting(page: str, name: str, column: str) -> str:
+    return row(f"{page}/tables/differences.csv", setting=name)[column]
 
 
 def _losses() -> dict:
