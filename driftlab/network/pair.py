@@ -120,9 +120,14 @@ class Pair:
         return replace(self, reference=reference, candidate=candidate)
 
     def strays(self, reference: nn.Module) -> list[str]:
-        """The reference's tensors without a place in the candidate that its training has moved since."""
+        """The reference's buffers without a place in the candidate that its training has moved since.
+
+        A parameter without one is no state: that the candidate does not train it is a fault.
+        """
         mine, before = floating_tensors(reference), floating_tensors(self.reference)
-        placed = self.fold(floating_tensors(self.candidate))
+        placed = (
+            self.fold(floating_tensors(self.candidate)).keys() | dict(reference.named_parameters()).keys()
+        )
         moved = (n for n in mine if n not in placed and n in before)
         return [n for n in moved if not torch.equal(mine[n], before[n].to(mine[n]))]
 
