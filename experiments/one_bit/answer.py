@@ -33,7 +33,7 @@ def answer(settings: DictConfig, values: Values) -> Answer:
     seen = {key: curves(values, key) for key in ROWS if key != "nothing"}
     figure = variation_figure(found, looks, seen, settings.progress.images)
     right = accuracy_curve(values, "all")
-    on_the_way = _on_the_way(looks, epochs, seen, right, settings.progress.images)
+    on_the_way = _on_the_way(looks, epochs, seen, right, settings)
     tables = [_variation(found), on_the_way, _differences(settings, found, epochs)]
     return Answer(sentences(_sentence(found, epochs), _falls(looks, epochs, seen, right)), tables, [figure])
 
@@ -178,7 +178,7 @@ def _on_the_way(
     epochs: float,
     seen: Mapping[str, Sequence[float]],
     right: Sequence[float],
-    images: int,
+    settings: DictConfig,
 ) -> Table:
     """Disagreement (``seen``) beside accuracy (``right``), percent at each of ``looks``, while they train."""
     rows = {"one_ulp": "one ulp in one weight", "all": "all three"}
@@ -192,7 +192,9 @@ def _on_the_way(
             for key, words in rows.items()
         ),
     ]
-    said = f"Means over runs and their pairs, on the first {images:,} test images."
+    images, known = settings.progress.images, settings.eval_images
+    said = f"Means over runs and their pairs, on the first {images:,} test images"
+    said += f"; the accuracy on the first {known:,}." if known and known < images else "."
     return table("on_the_way", "Disagreement as the accuracy rises", lines, columns, said)
 
 

@@ -135,10 +135,16 @@ def curves(values: Values, key: str) -> np.ndarray:
 
 
 def accuracy_curve(values: Values, key: str) -> np.ndarray:
-    """Mean accuracy of the finite runs at each look, on the same images, percent; empty where none."""
+    """Mean accuracy of the finite runs at each look, percent; empty where none.
+
+    On the images of a look whose labels are stored: those of the end (``eval_images``) may be fewer.
+    """
     seen = _seen(values, key)
+    if not len(seen):
+        return np.zeros(0)
     labels = unpacked(first_of(values)["labels"])
-    return 100 * (seen == labels[: seen.shape[-1]]).mean(axis=(0, 2)) if len(seen) else np.zeros(0)
+    images = min(len(labels), seen.shape[-1])
+    return 100 * (seen[..., :images] == labels[:images]).mean(axis=(0, 2))
 
 
 def _seen(values: Values, key: str) -> np.ndarray:

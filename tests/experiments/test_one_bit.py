@@ -389,6 +389,15 @@ def test_curves_are_means_over_pairs():
     assert accuracy_curve(values, "init") == pytest.approx(right)
 
 
+def test_where_fewer_images_are_asked_at_the_end_the_accuracy_on_the_way_is_of_those():
+    values = made({}, n=3)
+    few = unpacked(values[0]["labels"])[:4]
+    values[0]["labels"] = packed(few, "i2")
+    seen = [unpacked(v["rows"]["init"]["on_the_way"])[:, :4] for v in values.values()]
+    right = np.mean([[100 * np.mean(look == few) for look in run] for run in seen], axis=0)
+    assert accuracy_curve(values, "init") == pytest.approx(right)
+
+
 # --- the verdict
 
 

@@ -190,7 +190,7 @@ def test_signals_at_random_moments(forked, tmp_path, name):
         if ended.status == -signal.Signals[f"SIG{name}"]:  # before our first line ran
             assert not ended.out, said
         elif ended.status == 1 and "KeyboardInterrupt" in ended.out:  # the same, as Python has it
-            assert str(ROOT / "train.py") not in ended.out, f"{said}\n{ended.out}"
+            assert f'File "{ROOT / "train.py"}"' not in ended.out, f"{said}\n{ended.out}"
         elif ended.status:  # after the verdict too, while the page is still to be written
             assert ended.status == STATUS[name], f"{said}\n{ended.out}"
             assert len(ended.stderr.splitlines()) == 1, f"{said}\n{ended.out}"
