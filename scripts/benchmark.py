@@ -11,7 +11,9 @@ time, from its start to its exit with everything that it starts.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -48,6 +51,8 @@ from suite.running.recorder import Recorder  # noqa: E402
 from suite.running.seed_run import fit  # noqa: E402
 from suite.showing.loggers import MetricsLogger  # noqa: E402
 from suite.showing.terminal import Terminal  # noqa: E402
+
+PR_SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>
 
 CASES = {
     "default arms, every step logged": ["log_schedule.dense=1000000"],
@@ -165,10 +170,23 @@ def _command(overrides: list[str], seeds: int) -> tuple[float, dict[str, float]]
         command = [sys.executable, str(ROOT / "train.py"), "+experiment=split_conv", f"seed=0..{seeds - 1}"]
         began = _children()
         subprocess.run([*command, *overrides, f"results={folder}"], check=True, capture_output=True)
+        _await_orphans()
         spent, parts = _children() - began, Counter()
         for run in Path(folder).rglob("run.json"):
             parts.update(json.loads(run.read_text())["times"]["processor_seconds"])
     return spent, {**parts, "command": spent - sum(parts.values())}
+
+
+def _await_orphans() -> None:
+    """The process that workers are forked from ends a moment after the command, and counts."""
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _adopt_orphans() -> None:
+    """What a child leaves behind becomes a child of this process (prctl(2))."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _children() -> float:
@@ -267,6 +285,7 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace, common: list[str]) -> int:
+    _adopt_orphans()
     if options.rewrites:
         ratios = together([*common, *options.overrides], options.seeds, options.repeats)
         spread = f"n = {len(ratios)}, {min(ratios):.3f}..{max(ratios):.3f}"

@@ -10,14 +10,17 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 
 import cloudpickle
 
-from suite.command.supervision import STOPS, end_with
+from suite.command.supervision import STOPS
 
 # Slurm and terminals tell every process; what a worker is to do its parent decides, by ending it
 HEARD_BY_THE_PARENT = (*STOPS, signal.SIGUSR1, signal.SIGUSR2)
+
+# What every process of the pool needs and takes seconds to import; of others' code, which starts nothing.
+IMPORTED_ONCE = ["torch", "torchvision", "torch._dynamo", "lightning", "hydra"]
 
 # Where a signal ends this process, multiprocessing's tracker clears its locks away, and would say so.
 _NO_NEWS = "ignore:resource_tracker:UserWarning"  # the tracker is started with it
@@ -46,13 +49,12 @@ def side_by_side(
     """
     if _NO_NEWS not in sys.warnoptions:
         sys.warnoptions.append(_NO_NEWS)
-    _start_tracker()
-    context = multiprocessing.get_context("spawn")
+    context = _context()
     messages, started = context.Queue(), context.Value("i", 0)
     listener = threading.Thread(target=_listen, args=(messages, heard), daemon=True)
     listener.start()
     executor = ProcessPoolExecutor(
-        at_once, context, _settle_in, (os.getpid(), messages, started, tuple(gpus))
+        at_once, context, _settle_in, (dict(os.environ), messages, started, tuple(gpus))
     )
     try:
         futures = {executor.submit(_called, cloudpickle.dumps(job)): key for key, job in jobs.items()}
@@ -70,11 +72,22 @@ def side_by_side(
         listener.join(timeout=5)  # one that was killed in the middle of a word leaves it waiting
 
 
-def _start_tracker() -> None:
-    """It is deaf to SIGINT and SIGTERM, and inherits to be so to the others that end a whole group."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS.keys() - {signal.SIGINT, signal.SIGTERM})
+def _context() -> multiprocessing.context.BaseContext:
+    """Where a fork after an import is safe, processes are forks of one that has imported what takes long."""
+    forked = sys.platform == "linux"
+    context = multiprocessing.get_context("forkserver" if forked else "spawn")
+    _started_deaf(resource_tracker.ensure_running)
+    if forked:
+        context.set_forkserver_preload(IMPORTED_ONCE)
+        _started_deaf(forkserver.ensure_running)
+    return context
+
+
+def _started_deaf(start: Callable[[], None]) -> None:
+    """What is started inherits to be deaf to signals that a whole group of processes gets."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HEARD_BY_THE_PARENT)
     try:
-        resource_tracker.ensure_running()
+        start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -92,15 +105,26 @@ def tell(name: str, *said: object) -> None:
     _parent[0].put((name, said))
 
 
-def _settle_in(parent: int, messages: multiprocessing.Queue, started: object, gpus: tuple[str, ...]) -> None:
+def _settle_in(
+    environment: dict[str, str], messages: multiprocessing.Queue, started: object, gpus: tuple[str, ...]
+) -> None:
+    """``environment``: the parent's of now; a fork has that of the first that was asked for."""
+    os.environ.clear()
+    os.environ.update(environment)
     for heard_by_the_parent in HEARD_BY_THE_PARENT:
         signal.signal(heard_by_the_parent, signal.SIG_IGN)
-    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD_BY_THE_PARENT)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     _parent.append(messages)
     with started.get_lock():
         number, started.value = started.value, started.value + 1
     if len(gpus) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+
+
+def _end_with_the_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _called(job: bytes) -> object:

@@ -63,6 +63,17 @@ def test_each_process_has_a_gpu_of_its_own(tmp_path):
     assert sorted(dict(side_by_side(jobs, 3, gpus=["4", "6", "7"])).values()) == ["4", "6", "7"]
 
 
+def test_a_process_has_the_environment_of_when_it_is_asked_for(monkeypatch):
+    monkeypatch.delenv("DRIFTLAB_TEST_OWN", raising=False)
+
+    def own():
+        return os.environ.get("DRIFTLAB_TEST_OWN")
+
+    assert dict(side_by_side({0: own}, 1)) == {0: None}
+    monkeypatch.setenv("DRIFTLAB_TEST_OWN", "of now")
+    assert dict(side_by_side({0: own}, 1)) == {0: "of now"}
+
+
 def test_what_slurm_tells_every_process_does_not_end_a_worker():
     def told():
         for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):

@@ -34,8 +34,9 @@ def tables(results: Path) -> dict[str, bytes]:
 
 
 def workers_of(front: int) -> list[int]:
-    """The processes that train, by what they were started with: children of the one that is watched."""
-    return [w for child in children(front) for w in children(child) if b"spawn_main" in command_line(w)]
+    """The processes that train: forks of one that the watched process started."""
+    started = [process for child in children(front) for process in children(child)]
+    return [w for process in started if b"forkserver" in command_line(process) for w in children(process)]
 
 
 def children(parent: int) -> list[int]:
