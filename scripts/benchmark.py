@@ -5,7 +5,7 @@
 Each repetition times both sides one after the other, in turns, in this process, on the same machine state:
 the ratio is taken within it, and the median over the repetitions is printed. The bare loop does forward,
 backward and the optimizer's step on its batches, and nothing else. The whole command is measured in processor
-time, from its start to its exit with everything that it starts.
+time, from its start to its exit with everything that it starts; its bare loops run as many at a time.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -47,6 +47,7 @@ from suite.data import load_images  # noqa: E402
 from suite.data.batches import Batches  # noqa: E402
 from suite.data.images import Images  # noqa: E402
 from suite.running.building import build  # noqa: E402
+from suite.running.pool import side_by_side  # noqa: E402
 from suite.running.recorder import Recorder  # noqa: E402
 from suite.running.seed_run import fit  # noqa: E402
 from suite.showing.loggers import MetricsLogger  # noqa: E402
@@ -154,11 +155,11 @@ class Cost:
         return self.command / self.bare
 
 
-def whole_command(overrides: list[str], images: Images, seeds: int, repeats: int) -> list[Cost]:
+def whole_command(overrides: list[str], seeds: int, repeats: int) -> list[Cost]:
     """``train.py +experiment=split_conv seed=0..`` from start to exit over bare loops, in turns."""
     costs = []
     for repeat in range(repeats):
-        sides = [lambda: _command(overrides, seeds), lambda: _bare(overrides, images, seeds)]
+        sides = [lambda: _command(overrides, seeds), lambda: _bare(overrides, seeds)]
         found = {side: sides[side]() for side in ((0, 1) if repeat % 2 else (1, 0))}
         spent, parts = found[0]
         costs.append(Cost(spent, found[1], parts))
@@ -168,20 +169,18 @@ def whole_command(overrides: list[str], images: Images, seeds: int, repeats: int
 def _command(overrides: list[str], seeds: int) -> tuple[float, dict[str, float]]:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "train.py"), "+experiment=split_conv", f"seed=0..{seeds - 1}"]
-        began = _children()
+        began, others = _children(), _own_children()
         subprocess.run([*command, *overrides, f"results={folder}"], check=True, capture_output=True)
-        _await_orphans()
+        for orphan in _own_children() - others:  # the process of its workers ends a moment later, and counts
+            os.waitpid(orphan, 0)
         spent, parts = _children() - began, Counter()
         for run in Path(folder).rglob("run.json"):
             parts.update(json.loads(run.read_text())["times"]["processor_seconds"])
     return spent, {**parts, "command": spent - sum(parts.values())}
 
 
-def _await_orphans() -> None:
-    """The process that workers are forked from ends a moment after the command, and counts."""
-    with suppress(ChildProcessError):
-        while True:
-            os.wait()
+def _own_children() -> set[int]:
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
 
 
 def _adopt_orphans() -> None:
@@ -195,17 +194,21 @@ def _children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _bare(overrides: list[str], images: Images, seeds: int) -> float:
-    """Of one process and thread, as each seed has; nothing but the loops is counted."""
+def _bare(overrides: list[str], seeds: int) -> float:
+    """Of as many processes at a time as the command has, of one thread each; only the loops are counted."""
+    jobs = {seed: partial(_bare_seed, overrides, seed) for seed in range(seeds)}
+    return sum(dict(side_by_side(jobs, min(seeds, settings_of(overrides).workers))).values())
+
+
+def _bare_seed(overrides: list[str], seed: int) -> float:
     torch.set_num_threads(1)
-    spent = 0.0
-    for seed in range(seeds):
-        lockstep, batches, _ = build(settings_of(overrides), images, seed)
+    settings = settings_of(overrides)
+    with faster(settings.fast_float64):
+        lockstep, batches, _ = build(settings, load_images(settings, Terminal().say), seed)
         began = time.process_time()
         for arm in lockstep.arms:
             _bare_loop(arm, batches, lockstep)
-        spent += time.process_time() - began
-    return spent
+        return time.process_time() - began
 
 
 # Of a network of width 8 or more.
@@ -257,8 +260,7 @@ def command_seconds(arguments: list[str], repeats: int) -> float:
 
 
 def say_whole(overrides: list[str], seeds: int, repeats: int) -> None:
-    images = load_images(settings_of(overrides), Terminal().say)
-    costs = whole_command(overrides, images, seeds, repeats)
+    costs = whole_command(overrides, seeds, repeats)
     ratios = [cost.ratio for cost in costs]
     spread = f"n = {len(ratios)}, {min(ratios):.2f}..{max(ratios):.2f}"
     bare = median(cost.bare for cost in costs)
