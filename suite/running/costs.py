@@ -23,7 +23,7 @@ LONG_ENOUGH, TOO_LONG = 0.2, 1.0
 # What the probes before the training take, in steps of all arms on as many samples as they are given: 23 to
 # 56 in four experiments (split_conv and grouped_conv, smoke and small).
 PROBES = 25.0
-# Until a seed trains: lightning is imported, networks are built; a worker imports everything anew.
+# Until a seed trains: lightning is imported, networks are built; for workers everything is imported anew.
 START, START_OF_A_WORKER = 3.0, 5.0
 
 
