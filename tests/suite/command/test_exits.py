@@ -197,6 +197,12 @@ def test_signals_at_random_moments(forked, tmp_path, name):
             assert ended.stderr.startswith(LINE[ended.status]), f"{said}\n{ended.out}"
 
 
+def hear_signals():
+    """Whoever started the tests may have them ignored, as a shell's ``&`` and ``nohup`` do."""
+    for name in STATUS:
+        signal.signal(signal.Signals[f"SIG{name}"], signal.SIG_DFL)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STATUS)
 def test_a_signal_to_all_processes_of_a_command_with_workers(tmp_path, name):
@@ -206,6 +212,7 @@ def test_a_signal_to_all_processes_of_a_command_with_workers(tmp_path, name):
         [sys.executable, str(ROOT / "train.py"), *small(settings, tmp_path)],
         **{"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT},
         start_new_session=True,
+        preexec_fn=hear_signals,
     )
     while process.poll() is None and not any(below(tmp_path, "state.safetensors")):
         time.sleep(0.01)
