@@ -19,7 +19,7 @@ from suite.command.supervision import STOPS
 # Slurm and terminals tell every process; what a worker is to do its parent decides, by ending it
 HEARD_BY_THE_PARENT = (*STOPS, signal.SIGUSR1, signal.SIGUSR2)
 
-# What every process of the pool needs and takes seconds to import; of others' code, which starts nothing.
+# What a training takes seconds to import. None of it may ask for a GPU before the fork.
 IMPORTED_ONCE = ["torch", "torchvision", "torch._dynamo", "lightning", "hydra"]
 
 # Where a signal ends this process, multiprocessing's tracker clears its locks away, and would say so.
@@ -76,7 +76,7 @@ def _context() -> multiprocessing.context.BaseContext:
     """Where a fork after an import is safe, processes are forks of one that has imported what takes long."""
     forked = sys.platform == "linux"
     context = multiprocessing.get_context("forkserver" if forked else "spawn")
-    _started_deaf(resource_tracker.ensure_running)
+    _started_deaf(resource_tracker.ensure_running)  # by itself, since its start lets signals through again
     if forked:
         context.set_forkserver_preload(IMPORTED_ONCE)
         _started_deaf(forkserver.ensure_running)

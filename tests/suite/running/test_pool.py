@@ -2,12 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from functools import partial
 
 import pytest
 
-from suite.running.pool import WorkerKilled, side_by_side, tell
+from suite.running.pool import IMPORTED_ONCE, WorkerKilled, side_by_side, tell
 
 
 def test_every_job_returns_under_its_key():
@@ -72,6 +74,26 @@ def test_a_process_has_the_environment_of_when_it_is_asked_for(monkeypatch):
     assert dict(side_by_side({0: own}, 1)) == {0: None}
     monkeypatch.setenv("DRIFTLAB_TEST_OWN", "of now")
     assert dict(side_by_side({0: own}, 1)) == {0: "of now"}
+
+
+ASKS_NO_GPU = """
+import importlib, os, sys, torch
+asked = []
+doors = (torch.cuda, "device_count"), (torch.cuda, "_lazy_init"), (torch._C, "_cuda_getDeviceCount")
+for home, name in doors:
+    setattr(home, name, lambda *given, name=name: asked.append(name) or 0)
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+print(asked)
+print(torch.cuda.is_available(), bool(asked))
+"""
+
+
+def test_what_is_imported_before_the_fork_asks_for_no_gpu():
+    """A process that has asked the driver cannot hand the GPU on to its forks."""
+    run = [sys.executable, "-c", ASKS_NO_GPU, *IMPORTED_ONCE]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["[]", "False True"]  # who asks is heard
 
 
 def test_what_slurm_tells_every_process_does_not_end_a_worker():
