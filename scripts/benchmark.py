@@ -43,6 +43,7 @@ from driftlab.lockstep.loop import Lockstep  # noqa: E402
 from driftlab.network.calling import cast  # noqa: E402
 from driftlab.process.float64_convolutions import computing, faster  # noqa: E402
 from suite.command.configuration import register_resolvers, resolve  # noqa: E402
+from suite.command.machine import process_settled  # noqa: E402
 from suite.data import load_images  # noqa: E402
 from suite.data.batches import Batches  # noqa: E402
 from suite.data.images import Images  # noqa: E402
@@ -195,15 +196,14 @@ def _children() -> float:
 
 
 def _bare(overrides: list[str], seeds: int) -> float:
-    """Of as many processes at a time as the command has, of one thread each; only the loops are counted."""
+    """Of as many processes at a time as the command has, settled as its own; only the loops are counted."""
     jobs = {seed: partial(_bare_seed, overrides, seed) for seed in range(seeds)}
     return sum(dict(side_by_side(jobs, min(seeds, settings_of(overrides).workers))).values())
 
 
 def _bare_seed(overrides: list[str], seed: int) -> float:
-    torch.set_num_threads(1)
     settings = settings_of(overrides)
-    with faster(settings.fast_float64):
+    with process_settled(settings, Terminal().say):
         lockstep, batches, _ = build(settings, load_images(settings, Terminal().say), seed)
         began = time.process_time()
         for arm in lockstep.arms:
