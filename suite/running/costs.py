@@ -18,8 +18,8 @@ from suite.running.building import Built, LogSchedule, build
 from suite.running.recorder import is_evaluated
 
 # Seconds that a timing goes on for, so that small steps are timed many times; and after which a first call
-# tells enough by itself.
-LONG_ENOUGH, TOO_LONG = 0.2, 1.0
+# tells enough by itself. No timing takes more than this share of the training's own steps.
+LONG_ENOUGH, TOO_LONG, SHARE = 0.2, 1.0, 0.1
 # What the probes before the training take, in steps of all arms on as many samples as they are given: 23 to
 # 56 in four experiments (split_conv and grouped_conv, smoke and small).
 PROBES = 25.0
@@ -117,12 +117,13 @@ def _cost(built: Built, arms: list[Arm], settings: DictConfig) -> Cost:
     for arm in arms:
         arm.scheduler = None  # one that ends with the training, as OneCycleLR, refuses further steps
     plain, logged = (_steps(built, arms, every=every) for every in (False, True))
-    warm_up = _seconds_of_one(plain)
-    step = warm_up if warm_up > TOO_LONG else _seconds(plain)
+    calls = max(1, int(SHARE * settings.steps))
+    warm_up = _seconds(plain)
+    step = warm_up if warm_up > TOO_LONG else _seconds(plain, calls)
     tested = list(built.batches.test_batches(settings.eval_images, settings.batch_size))
     lockstep = Lockstep(arms, built.lockstep.loss, built.lockstep.seed, call=built.lockstep.call)
-    evaluation = len(tested) * _seconds(lambda: lockstep.evaluate(0, tested[:1]))
-    return Cost(step, max(_seconds(logged) - step, 0.0), evaluation)
+    evaluation = len(tested) * _seconds(lambda: lockstep.evaluate(0, tested[:1]), calls)
+    return Cost(step, max(_seconds(logged, calls) - step, 0.0), evaluation)
 
 
 def _steps(built: Built, arms: list[Arm], *, every: bool) -> Callable[[], None]:
@@ -137,19 +138,13 @@ def _steps(built: Built, arms: list[Arm], *, every: bool) -> Callable[[], None]:
     return step
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    """Mean of a call, as often as there is time."""
-    calls, began = 0, time.perf_counter()
-    while calls == 0 or time.perf_counter() - began < LONG_ENOUGH:
+def _seconds(call: Callable[[], object], calls: int = 1) -> float:
+    """Mean of a call, as often as there is time, at most ``calls`` times."""
+    made, began = 0, time.perf_counter()
+    while made == 0 or (made < calls and time.perf_counter() - began < LONG_ENOUGH):
         call()
-        calls += 1
-    return (time.perf_counter() - began) / calls
-
-
-def _seconds_of_one(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+        made += 1
+    return (time.perf_counter() - began) / made
 
 
 def _probes(built: Built, costs: Mapping[str, Cost], settings: DictConfig) -> float:

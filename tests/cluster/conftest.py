@@ -11,14 +11,16 @@ import pytest
 
 from tests.cluster.loopback import Cluster
 from tests.suite.conftest import ROOT
+from tests.suite.programs import ONE_BLOCK
 
 SETTINGS = [
     "scale=smoke",
     "data=shapes",
     "logger=none",
-    "steps=25",
+    ONE_BLOCK,
+    "steps=120",
     "float64_steps=5",
-    "eval_every=7",
+    "eval_every=40",
     "checkpoint_every=0",
     "log_schedule.dense=10",
     "threads=1",

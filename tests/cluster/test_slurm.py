@@ -96,9 +96,9 @@ def assert_judged(results: Path, experiment: str) -> None:
 
 
 def test_a_sweep_ends_with_one_verdict_and_one_report_an_experiment(start, tmp_path):
-    status, text = start(tmp_path, "split_conv,grouped_conv", "steps=4", "float64_steps=2").end()
+    status, text = start(tmp_path, "split_conv,control", "steps=4", "float64_steps=2").end()
     assert status == 0, text
-    for experiment in ("split_conv", "grouped_conv"):
+    for experiment in ("split_conv", "control"):
         assert_judged(tmp_path, experiment)
     assert "4 of 4 ended" in text
 

@@ -11,7 +11,7 @@ from tests.suite.conftest import ROOT
 
 QUICK = "scale=smoke data=shapes logger=none workers=2 threads=1 device=cuda probe_images=2 eval_images=4"
 STEPS = ["batch_size=4", "steps=2", "float64_steps=2"]
-SMALL = "model._target_=tests.gpu.networks.one_block"
+SMALL = "model._target_=tests.networks.one_block"
 OF_KIND = {
     "training": ["split_conv", SMALL, *STEPS],
     "batch_size": [
@@ -24,7 +24,7 @@ OF_KIND = {
     "group_semantics": ["group_semantics", "sweep.cases=1", "training.updates=2"],
     "kinks": ["kinks", SMALL, *STEPS, "networks=[{activation: relu, pool: max}]"],
     "loss_curves_do_not_tell": [
-        *("loss_curves_do_not_tell", "model._target_=tests.gpu.networks.faulty_layers"),
+        *("loss_curves_do_not_tell", "model._target_=tests.networks.faulty_layers"),
         *(*STEPS, "diagnosis_steps=1"),
     ],
     "one_bit": ["one_bit", SMALL, "batch_size=4", "steps=2", "warmup_steps=1", "window.steps=1"],

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from experiments import training
 from suite.command.configuration import register_resolvers, resolve
-from tests.suite.programs import ROOT
+from tests.suite.programs import ONE_BLOCK, ROOT
 
 __all__ = ["ROOT"]
 
@@ -49,10 +49,15 @@ class Finished:
         self.errors = [line for line in err.splitlines() if line.strip()]
 
 
+OF_ANY_NETWORK = [f"+experiment={n}" for n in ("control", "precision", "split_conv", "control,precision")]
+
+
 def small(arguments: tuple[str, ...], results: Path) -> list[str]:
     """The arguments of a run without a network that takes seconds, but for what is asked for."""
     given = {a.split("=")[0] for a in arguments}
     settings = ["scale=smoke", "data=shapes", "logger=none", f"results={results}"]
+    if any(a in OF_ANY_NETWORK for a in arguments) and not any("model" in a for a in given):
+        settings.append(ONE_BLOCK)
     return [*arguments, *(s for s in settings if s.split("=")[0] not in given)]
 
 

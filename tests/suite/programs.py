@@ -9,6 +9,8 @@ import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+# A quarter of what a smoke run of the whole ResNet18 takes: most of that is probing its twenty convolutions.
+ONE_BLOCK = "model._target_=tests.networks.one_block"
 
 
 class Ended:

@@ -150,8 +150,8 @@ class Changed(nn.Module):
 
 
 def _changed(model, change):
-    """The first conv of the second stage, with other inputs."""
-    block = model.layer2[0]
+    """The first conv of the first block, with other inputs."""
+    block = model.layer1[0]
     block.conv1 = Changed(block.conv1, change)
     return model
 

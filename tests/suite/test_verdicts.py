@@ -2,6 +2,8 @@
 
 import pytest
 
+from tests.suite.programs import ONE_BLOCK
+
 SHORT = ("steps=24", "float64_steps=8", "model.width=4", "batch_size=32", "eval_images=100")
 
 
@@ -45,16 +47,16 @@ def test_the_edge_shows_that_training_is_unstable(judged):
         ("norm_that_stays_in_eval", "bug", {"module": "bn1", "pass": "forward", "step": 0}),
         ("other_epsilon", "bug", {"module": "bn1", "pass": "forward", "step": 0}),
         ("late", "bug", {"module": "fc", "pass": "forward", "step": 4}),
-        ("in_bfloat16", "reduced_precision", {"module": "layer2.0.conv1", "pass": "forward", "step": 0}),
-        ("wrong_in_float32_alone", "bug", {"module": "layer2.0.conv1", "pass": "forward", "step": 0}),
+        ("in_bfloat16", "reduced_precision", {"module": "layer1.0.conv1", "pass": "forward", "step": 0}),
+        ("wrong_in_float32_alone", "bug", {"module": "layer1.0.conv1", "pass": "forward", "step": 0}),
         ("always_in_float32", "round_off", None),
         ("without_float64", "bit_identical", None),
-        ("noisy", "nondeterministic", {"module": "layer2.0.conv1", "pass": "forward", "step": 0}),
+        ("noisy", "nondeterministic", {"module": "layer1.0.conv1", "pass": "forward", "step": 0}),
         ("reinitialised", "bug", {"module": "fc", "pass": "forward", "step": 0}),
     ],
 )
 def test_somebody_elses_rewrite(judged, target, verdict, where):
     mine = f"rewrite.target=tests.suite.rewrites.{target}"
-    found = judged("+experiment=split_conv", mine, *SHORT)
+    found = judged("+experiment=split_conv", mine, ONE_BLOCK, *SHORT)
     assert found["verdict"] == verdict
     assert found["where"] == (where and where | {"candidate_module": where["module"]})

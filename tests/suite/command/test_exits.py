@@ -12,10 +12,11 @@ import pytest
 
 from tests.suite.below import below
 from tests.suite.conftest import ROOT, small
+from tests.suite.programs import ONE_BLOCK
 from tests.suite.refusing import assert_one_line
 
 QUICK = ["steps=6", "float64_steps=2", "probe_images=2", "batch_size=4", "eval_images=8"]
-QUICK += ["dtypes=[float32]", "model=resnet14", "checkpoint_every=0", "threads=1"]
+QUICK += ["dtypes=[float32]", ONE_BLOCK, "checkpoint_every=0", "threads=1"]
 ACTING = ["+experiment=split_conv", "rewrite.target=tests.suite.rewrites.acting", *QUICK]
 STATUS = {"INT": 130, "TERM": 143, "HUP": 129, "QUIT": 131}
 WORD = {130: "interrupted", 143: "terminated", 129: "hung up", 131: "quit"}

@@ -12,7 +12,7 @@ def test_a_sweep_is_listed_by_what_its_jobs_change(train, tmp_path):
     sweep = ("-m", "+experiment=split_conv", "rewrite.options.parts=2,4", *SHORT)
     ended = train(*sweep)
     assert ended.status == 0, ended.err
-    words = "{} data=shapes dtypes=[float32] local.windows=[] scale=smoke steps=2"
+    words = "{} data=shapes dtypes=[float32] local.windows=[] model=one_block scale=smoke steps=2"
     said = " ".join(ended.out.split())
     assert all(words.format(f"parts={n}") in said for n in (2, 4))
     listed = (tmp_path / "split_conv.txt").read_text().splitlines()

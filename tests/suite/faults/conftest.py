@@ -1,9 +1,12 @@
 import json
 
-# A training of two seconds: every step leaves a checkpoint.
+from tests.suite.programs import ONE_BLOCK
+
+# A training of a second or two: every step leaves a checkpoint.
 TINY = "scale=smoke data=shapes logger=none steps=8 float64_steps=2 eval_every=5 eval_images=8 batch_size=4"
 TRAINING = [
     *TINY.split(),
+    ONE_BLOCK,
     "local={windows: [2], updates: 2}",
     "checkpoint_every=0",
     "probe_images=2",

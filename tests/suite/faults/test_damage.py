@@ -152,7 +152,7 @@ def test_a_judge_leaves_every_fallen_seed_out(forked, undisturbed, tmp_path):
 
 @pytest.mark.slow
 def test_fallen_probes_are_not_gone_on_with(forked, tmp_path):
-    command = ["+experiment=split_conv", "model=resnet14", "seed=0", *TRAINING, f"results={tmp_path}"]
+    command = ["+experiment=split_conv", "seed=0", *TRAINING, f"results={tmp_path}"]
     assert forked.run(*command).status == 0
     folder = folder_of(tmp_path)
     home = folder / "seed=0"

@@ -13,10 +13,9 @@ from driftlab.record.seed_record import finished_seeds
 from tests.suite.faults.conftest import QUESTION, TRAINING, assert_same
 from tests.suite.programs import attempt
 
-SMALLER = [*TRAINING, "model=resnet14"]  # fewer layers to probe; the life of a run has the same stages
 SWEEP = [
-    ["+experiment=split_conv", "seed=0", *SMALLER],
-    ["-m", "+experiment=precision,control", "seed=0..1", *SMALLER],
+    ["+experiment=split_conv", "seed=0", *TRAINING],
+    ["-m", "+experiment=precision,control", "seed=0..1", *TRAINING],
     ["+experiment=gradient_check", "seed=0..1", *QUESTION],
 ]
 KILLS = int(os.environ.get("KILLS", 40))

@@ -8,8 +8,9 @@ import pytest
 from suite.command.configuration import digest
 from suite.running import seed_run
 from tests.suite.conftest import resolved
+from tests.suite.programs import ONE_BLOCK
 
-SMALL = ["model._target_=tests.gpu.networks.one_block", "probe_images=2", "batch_size=4", "eval_images=4"]
+SMALL = [ONE_BLOCK, "probe_images=2", "batch_size=4", "eval_images=4"]
 TRAINING = [*SMALL, "steps=4", "float64_steps=2", "workers=1", "threads=1", "local.windows=[]"]
 WRONG = ["+experiment=planted_bug", *TRAINING]
 

@@ -13,9 +13,10 @@ from driftlab.record.seed_record import RecordError, read_local, read_seed
 from suite.command.errors import ConfigurationError
 from suite.running.costs import Cost, Sketch
 from suite.running.local_choice import CLOSEST, local_choice, settle_windows, spread
+from tests.suite.programs import ONE_BLOCK
 from tests.suite.running.test_float64_steps import QUIET, configured, open_experiment
 
-SMALL = ["model._target_=tests.gpu.networks.one_block", "probe_images=2", "batch_size=4", "eval_images=4"]
+SMALL = [ONE_BLOCK, "probe_images=2", "batch_size=4", "eval_images=4"]
 TRAINING = [*SMALL, "float64_steps=2", "workers=1", "threads=1"]
 
 

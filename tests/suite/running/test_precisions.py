@@ -9,10 +9,11 @@ from driftlab.precision import TRAINED_IN
 from suite.command.configuration import steps_in
 from suite.running.costs import Cost, Sketch, float64_choice, forecast
 from suite.running.local_choice import local_choice
+from tests.suite.programs import ONE_BLOCK
 from tests.suite.refusing import assert_refused
 from tests.suite.running.test_float64_steps import configured
 
-SMALL = ["model._target_=tests.gpu.networks.one_block", "probe_images=2", "batch_size=4", "eval_images=4"]
+SMALL = [ONE_BLOCK, "probe_images=2", "batch_size=4", "eval_images=4"]
 TRAINING = [*SMALL, "float64_steps=2", "steps=4", "workers=1", "threads=1", "local.windows=[]"]
 
 

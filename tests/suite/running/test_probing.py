@@ -6,8 +6,9 @@ import pytest
 
 from driftlab.probes import function
 from suite.command.errors import ConfigurationError
+from tests.suite.programs import ONE_BLOCK
 
-EXPERIMENT = ("+experiment=split_conv", "device=cpu", "workers=1", "dtypes=[float32]", "steps=6")
+EXPERIMENT = ("+experiment=split_conv", ONE_BLOCK, "device=cpu", "workers=1", "dtypes=[float32]", "steps=6")
 
 
 def mistaken(*_, **__):

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from driftlab.process.flags import settings
+from tests.suite.programs import ONE_BLOCK
 
-QUICK = ("+experiment=split_conv", "device=cpu", "workers=1", "model=resnet14", "model.width=2")
+QUICK = ("+experiment=split_conv", "device=cpu", "workers=1", ONE_BLOCK)
 QUICK += ("steps=2", "float64_steps=1", "batch_size=8", "probe_images=4")
 
 

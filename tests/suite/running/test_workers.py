@@ -12,10 +12,10 @@ import pytest
 
 from tests.suite.below import below
 from tests.suite.conftest import ROOT
+from tests.suite.programs import ONE_BLOCK
 
 SMALL = ["scale=smoke", "data=shapes", "logger=none", "checkpoint_every=0"]
-# Half of the time of a smoke seed, which probes a ResNet18.
-SMALL += ["model=resnet14", "+model.zero_scale=false", "batch_size=4", "probe_images=2", "eval_images=8"]
+SMALL += [ONE_BLOCK, "batch_size=4", "probe_images=2", "eval_images=8"]
 LONG = ["steps=40", "float64_steps=9"]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from driftlab.record.seed_record import read_table
 from tests.suite.conftest import ROOT
+from tests.suite.programs import ONE_BLOCK
 from tests.suite.wandb.answers import ENTITY
 from tests.suite.wandb.server import Server
 
@@ -18,14 +19,13 @@ pytestmark = pytest.mark.slow
 
 SHORT = (
     "scale=smoke data=shapes steps=3 float64_steps=2 batch_size=4 eval_images=8 probe_images=2 "
-    "model=resnet14 +model.zero_scale=false local.windows=[] seed=0"
+    f"{ONE_BLOCK} local.windows=[] seed=0"
 )
 BUG = "+experiment=planted_bug"
 
 
 def command(results: Path, *settings: str) -> list[str]:
     given = {setting.partition("=")[0] for setting in settings}
-    given |= {"model", "+model.zero_scale"} if "model._target_" in given else set()
     short = [setting for setting in SHORT.split() if setting.partition("=")[0] not in given]
     return [sys.executable, str(ROOT / "train.py"), *settings, *short, f"results={results}"]
 
