@@ -15,7 +15,14 @@ from tests.suite.conftest import ROOT
 from tests.suite.logged import config, events_in, of_type, records_of, rows, summary, text_of
 
 # Small, for the time it takes.
-TRAINING = ("+experiment=control", "model=resnet18", "steps=3", "float64_steps=2", "batch_size=8", "eval_images=20")
+TRAINING = (
+    "+experiment=control",
+    "model=resnet18",
+    "steps=3",
+    "float64_steps=2",
+    "batch_size=8",
+    "eval_images=20",
+)
 # What belongs to a person and a machine. The home folder is the temporary folder of the test.
 SECRETS = {
     "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
