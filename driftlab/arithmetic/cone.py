@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from driftlab.arithmetic.flow import Flow
 from driftlab.arithmetic.prints import ABOUT, NEARLY
@@ -38,9 +38,20 @@ class Cone:
         self._any_known = any(map(right, {value.scope for value in self._values} - {""}))
         self._absent = self._led([own.results[end] for end in ends if end in own.results])
         first = [n for n in sorted(self._absent) if self._absent.isdisjoint(self._values[n].inputs)]
-        self.first = self._in_one_part(
-            self._upstream([n for n in first if not self._made_up_for(n)] or first)
-        )
+        self._begun = [n for n in first if not self._made_up_for(n)] or first
+        self.first = self._in_one_part(self._upstream(self._begun))
+
+    def begun(self) -> dict[str, int]:
+        """The modules in which it may begin, each with its first value there."""
+        found: dict[str, int] = {}
+        for number in self._begun:
+            found.setdefault(self._lifted(number), number)
+        return found
+
+    def keep(self, scopes: Collection[str]) -> None:
+        """It begins in these modules alone."""
+        self._begun = [n for n in self._begun if self._lifted(n) in scopes]
+        self.first = self._in_one_part(self._upstream(self._begun))
 
     def scope(self, cut: bool = False) -> str:
         """The innermost module that holds all of the beginning.

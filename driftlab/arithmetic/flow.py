@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from driftlab.arithmetic.prints import Prints, Seen, prints
 from driftlab.arithmetic.shadow import held
@@ -51,10 +51,16 @@ TAKES_PART = (
 
 @dataclass
 class Flow:
-    """All values of one pass, in the order in which they were made, and what it was run for, by name."""
+    """All values of one pass, in the order in which they were made.
+
+    Attributes:
+        results: what it was run for, by name: the numbers of the values.
+        ends: the same, the tensors themselves, of a forward pass.
+    """
 
     values: list[Value] = field(default_factory=list)
     results: dict[str, int] = field(default_factory=dict)
+    ends: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, value: Value) -> int:
         self.values.append(value)
@@ -105,11 +111,15 @@ class Scopes:
 
 
 class Recorder(TorchDispatchMode):
-    """Every operation inside, into ``flow``."""
+    """Every operation inside, into ``flow``.
 
-    def __init__(self, scopes: Scopes):
+    Args:
+        moved: the number of a value that is moved a little once it was made.
+    """
+
+    def __init__(self, scopes: Scopes, moved: int | None = None):
         super().__init__()
-        self.flow, self._scopes = Flow(), scopes
+        self.flow, self._scopes, self._moved = Flow(), scopes, moved
         self._made: dict[int, tuple[weakref.ref, int]] = {}
         self._weights: set[int] = set()
         self._written: dict[int, list[int]] = {}  # by the memory that was written into
@@ -154,6 +164,8 @@ class Recorder(TorchDispatchMode):
 
     def _keep(self, tensor: Tensor, value: Value) -> int:
         number = self.flow.add(value)
+        if number == self._moved:
+            _move(tensor)
         self._made[id(tensor)] = weakref.ref(tensor), number
         if value.given and value.inputs:
             self._weights.add(number)
@@ -165,6 +177,17 @@ def _memory(tensor: Tensor) -> int:
     inner = held(tensor)
     plain = type(inner) in (Tensor, nn.Parameter) and inner.layout is torch.strided and not inner.is_nested
     return inner.untyped_storage().data_ptr() if plain else id(tensor)
+
+
+def _move(tensor: Tensor) -> None:
+    """In place, each number by some hundredths of itself and a little more."""
+    generator = torch.Generator().manual_seed(0)
+    with _disable_current_modes(), torch.no_grad():
+        values = held(tensor)
+        if any(n > 1 and not step for n, step in zip(values.shape, values.stride(), strict=True)):
+            values = torch.empty(0).to(values).set_(values.untyped_storage())  # what is expanded
+        factors, more = (torch.randn(values.shape, generator=generator).to(values) for _ in range(2))
+        values.mul_(1 + 1e-2 * factors).add_(1e-3 * more)
 
 
 def _is_new(func: Callable) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,14 @@ from driftlab.arithmetic.flow import Flow, Recorder, Scopes
 from driftlab.arithmetic.flow_back import Steps
 from driftlab.arithmetic.passes import Recorded, computing, fresh_inputs, in_arithmetic, own_copies
 from driftlab.arithmetic.prints import AGREE
+from driftlab.arithmetic.shadow import held
 from driftlab.arithmetic.shadow_tensor import Native
+from driftlab.arithmetic.silencing import Silencing
+from driftlab.fold import Fold
 from driftlab.network.calling import evaluation_mode, named_leaves, seed_random_layers
 
 Right = Callable[[str], bool]
+FORWARD = ("forward", "eval")
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,13 @@ class Traced:
 
 
 def parting(
-    reference: Traced, candidate: Traced, whole: Recorded, arithmetic: str, pass_: str, seed: int = 0
+    reference: Traced,
+    candidate: Traced,
+    whole: Recorded,
+    arithmetic: str,
+    pass_: str,
+    seed: int = 0,
+    fold: Fold | None = None,
 ) -> tuple[str, str | None] | None:
     """The innermost module of the reference in which the two part, and that of the candidate, if it is seen.
 
@@ -56,6 +67,7 @@ def parting(
     Args:
         arithmetic: in which rounding is gone.
         pass_: "forward" or "eval"; any other is the backward pass.
+        fold: of the two; where they part in several modules, these are silenced in both to see which it is.
     """
     both = reference, candidate
     flows = [_recorded(traced.network, whole, arithmetic, pass_, seed) for traced in both]
@@ -66,7 +78,11 @@ def parting(
             for own, other, traced, within in zip(flows, reversed(flows), both, margins, strict=True)
         )
         if mine.first:
-            backward = pass_ not in ("forward", "eval")
+            backward = pass_ not in FORWARD
+            if fold is not None and not backward and len(mine.begun()) > 1:
+                record = partial(_recorded, whole=whole, arithmetic=arithmetic, pass_=pass_, seed=seed)
+                silencing = Silencing((reference.network, candidate.network), fold, record)
+                mine.keep(silencing.survivors(mine))
             return mine.scope(cut=backward and theirs.is_cut(mine)), theirs.scope_beside(mine)
     return None
 
@@ -92,21 +108,24 @@ def _recorded(
     pass_: str,
     seed: int,
     nudge: torch.Generator | None = None,
+    moved: int | None = None,
 ) -> Flow:
     twin, leaves = in_arithmetic(network, arithmetic), []
     with computing(arithmetic, nudge, Native.TABLES if nudge else Native.NOTHING):
         args, kwargs = fresh_inputs(whole, arithmetic, leaves)
         given = own_copies((args, kwargs))
         seed_random_layers(seed)
-        if pass_ in ("forward", "eval"):
-            return _forward(twin, whole, given, arithmetic, pass_ == "eval")
+        if pass_ in FORWARD:
+            return _forward(twin, whole, given, arithmetic, pass_ == "eval", moved)
         inputs = {str(number): leaf for number, leaf in enumerate(leaves)}
         return _backward(twin, whole, given, arithmetic, dict(twin.named_parameters()) | inputs)
 
 
-def _forward(twin: nn.Module, whole: Recorded, given: tuple, arithmetic: str, evaluate: bool) -> Flow:
+def _forward(
+    twin: nn.Module, whole: Recorded, given: tuple, arithmetic: str, evaluate: bool, moved: int | None
+) -> Flow:
     """What is made up to the loss; up to the outputs in eval mode, as evaluation has no loss."""
-    recorder = Recorder(Scopes(twin))
+    recorder = Recorder(Scopes(twin), moved)
     inputs = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
     recorder.given(list(twin.parameters()), inputs)
     with ExitStack() as inside:
@@ -118,6 +137,7 @@ def _forward(twin: nn.Module, whole: Recorded, given: tuple, arithmetic: str, ev
         if not evaluate and whole.loss is not None:
             ends = {"loss": whole.measured(twin, outputs, arithmetic)} | ends
         recorder.flow.results = {name: recorder.number(tensor) for name, tensor in ends.items()}
+    recorder.flow.ends = {name: held(tensor).detach().double() for name, tensor in ends.items()}
     return recorder.flow
 
 

@@ -147,7 +147,7 @@ def _parted(found: Examination, pass_: str, wrong: list[Difference]) -> tuple[st
     right = lambda name: name in own and local.right(own[name])  # noqa: E731
     candidate = Traced(pair.candidate, theirs, right, own_constants(pair, "candidate"))
     try:
-        return parting(reference, candidate, found.whole, arithmetic, pass_, pair.seed)
+        return parting(reference, candidate, found.whole, arithmetic, pass_, pair.seed, pair.fold)
     except Exception as error:  # a module that takes no hooks, or a kernel that cannot be watched
         not_ours(error)
         return None

@@ -1,0 +1,74 @@
+"""Two branches written as one: what the candidate lacks begins in both, and the fault is in one of them."""
+
+import pytest
+import torch
+from torch import nn
+
+from driftlab import Verdict, assert_equivalent, diagnose
+
+torch.set_num_threads(1)
+WIDTH = 6
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.after(torch.tanh(self.before(x)) ** 2)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.left, self.right = Branch(), Branch()
+
+    def forward(self, x):
+        return self.left(x) + self.right(x)
+
+
+class InOne(nn.Module):
+    """Both at once: the squares are halved on their way, so that it never has those of the reference."""
+
+    def __init__(self, old: Branches, factors: dict[str, float]):
+        super().__init__()
+        both = old.left, old.right
+        self.factors = [factors.get(name, 1.0) for name in ("left", "right")]
+        self.inner = nn.Parameter(torch.cat([b.before.weight for b in both]).detach())
+        self.inner_bias = nn.Parameter(torch.cat([b.before.bias for b in both]).detach())
+        self.outer = nn.Parameter(torch.cat([b.after.weight for b in both], 1).detach())
+        self.outer_biases = nn.Parameter(torch.stack([b.after.bias for b in both]).detach())
+
+    def forward(self, x):
+        powers = torch.exp(2 * (x @ self.inner.T + self.inner_bias))
+        squares = (1 - 4 * powers / (1 + powers) ** 2) / 2
+        factor = torch.tensor(self.factors, dtype=x.dtype).repeat_interleave(WIDTH)
+        return 2 * (squares * factor) @ self.outer.T + self.outer_biases.sum(0)
+
+
+def batches():
+    torch.manual_seed(1)
+    return [(torch.randn(8, 4), torch.randint(3, (8,))) for _ in range(3)]
+
+
+def test_right_branches_in_one_are_right():
+    old = Branches()
+    assert_equivalent(old, InOne(old, {}), batches()[0][0])
+
+
+@pytest.mark.parametrize("branch", ["left", "right"])
+def test_the_branch_is_named_without_which_the_difference_is_gone(branch):
+    old = Branches()
+    found = diagnose(old, InOne(old, {branch: 1.1}), batches())
+    assert found.verdict is Verdict.BUG
+    assert found.where.module.partition(".")[0] == branch
+    assert found.where.pass_ == "forward"
+
+
+def test_a_fault_in_both_is_laid_on_one_of_them_or_on_who_holds_them():
+    old = Branches()
+    found = diagnose(old, InOne(old, {"left": 1.1, "right": 1.1}), batches())
+    assert found.verdict is Verdict.BUG
+    assert found.where.module.partition(".")[0] in ("", "left", "right")
