@@ -7,7 +7,7 @@ from statistics import median
 from driftlab.arithmetic.constants import own_constants
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import BACKWARD, SAME_BORDERS, first_wrong
-from driftlab.arithmetic.tracing import Traced, parting
+from driftlab.arithmetic.tracing import FORWARD, Traced, parting
 from driftlab.blame import not_ours
 from driftlab.fold import Fold
 from driftlab.network.modules import common_parent, lies_in, only_holds
@@ -151,6 +151,22 @@ def _parted(found: Examination, pass_: str, wrong: list[Difference]) -> tuple[st
     except Exception as error:  # a module that takes no hooks, or a kernel that cannot be watched
         not_ours(error)
         return None
+
+
+def bits_lost(found: Examination, narrow: list[Difference]) -> Place:
+    """Where a network loses bits that no pair of modules loses by itself; "" where nothing parts."""
+    pair, first = found.pair, narrow[0]
+    place = Place("", first.pass_, 0)
+    if first.pass_ not in FORWARD or "shadow" not in found.network.ran:
+        return place
+    ends = [d.name for d in narrow if d.pass_ == first.pass_]
+    both = (Traced(network, ends, lambda name: False) for network in (pair.reference, pair.candidate))
+    try:
+        parted = parting(*both, found.whole, "float32", first.pass_, pair.seed, pair.fold)
+    except Exception as error:
+        not_ours(error)
+        return place
+    return Place(_called(pair, parted[0]), first.pass_, 0, parted[1]) if parted else place
 
 
 def _other_weights(found: Examination, difference: Difference) -> Place | None:

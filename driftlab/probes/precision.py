@@ -14,6 +14,7 @@ from driftlab.arithmetic.passes import CannotRunError, Recorded, on_batch
 from driftlab.arithmetic.sizes import centred, samples, samples_of, without_ties
 from driftlab.precision import FLOAT32
 from driftlab.probes.examination import Examination
+from driftlab.probes.placing import bits_lost
 from driftlab.probes.probe import Probe
 from driftlab.probes.random_streams import drawn_otherwise
 from driftlab.rounding import HALFWAY_BITS
@@ -42,6 +43,7 @@ def ask(found: Examination) -> Iterator[Finding]:
         return
     module, difference = narrow
     place, few = Place(module, difference.pass_, 0), _fewer(difference)
+    place = place if module else bits_lost(found, network.narrow())
     says = f"{{place}}: its error is {difference.lost:.2g} times the reference's: {few}"
     threshold = difference.precision.narrower
     yield PROBE.finding(difference.lost, Verdict.REDUCED_PRECISION, says, place, threshold=threshold)

@@ -32,8 +32,9 @@ class Branches(nn.Module):
 class InOne(nn.Module):
     """Both at once: the squares are halved on their way, so that it never has those of the reference."""
 
-    def __init__(self, old: Branches, factors: dict[str, float]):
+    def __init__(self, old: Branches, factors: dict[str, float], in_bfloat16: bool = False):
         super().__init__()
+        self.in_bfloat16 = in_bfloat16  # of the branch on the right
         both = old.left, old.right
         self.factors = [factors.get(name, 1.0) for name in ("left", "right")]
         self.inner = nn.Parameter(torch.cat([b.before.weight for b in both]).detach())
@@ -44,6 +45,9 @@ class InOne(nn.Module):
     def forward(self, x):
         powers = torch.exp(2 * (x @ self.inner.T + self.inner_bias))
         squares = (1 - 4 * powers / (1 + powers) ** 2) / 2
+        if self.in_bfloat16 and x.dtype == torch.float32:
+            left, right = squares.chunk(2, 1)
+            squares = torch.cat([left, right.bfloat16().float()], 1)
         factor = torch.tensor(self.factors, dtype=x.dtype).repeat_interleave(WIDTH)
         return 2 * (squares * factor) @ self.outer.T + self.outer_biases.sum(0)
 
@@ -72,3 +76,10 @@ def test_a_fault_in_both_is_laid_on_one_of_them_or_on_who_holds_them():
     found = diagnose(old, InOne(old, {"left": 1.1, "right": 1.1}), batches())
     assert found.verdict is Verdict.BUG
     assert found.where.module.partition(".")[0] in ("", "left", "right")
+
+
+def test_bits_are_lost_in_the_branch_that_loses_them():
+    old = Branches()
+    found = diagnose(old, InOne(old, {}, in_bfloat16=True), batches())
+    assert found.verdict is Verdict.REDUCED_PRECISION
+    assert found.where.module.partition(".")[0] == "right"
