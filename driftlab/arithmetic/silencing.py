@@ -64,22 +64,17 @@ class Silencing:
             runs += 2 + len(left)
             if len(silent[0].values) != len(whole[0].values):
                 continue
+            alike = {scope for scope, number in left.items() if _alike(whole[0], silent[0], number)}
+            if not alike:  # behind what is silent nothing is told
+                continue
             gone = all(_apart(silent, end) <= GONE * apart for end, apart in before.items())
             for scope, number in list(left.items()):
                 moved = self._record(both[0], moved=number)
-                if not self._fits(whole[0], silent[0], moved, number, gone):
+                seen = any(_far(silent[0].ends[end], moved.ends[end]) for end in silent[0].ends)
+                # a value that is not what it was may lack the numbers on which a fault shows
+                if (seen and gone and scope in alike) or not (seen or gone):
                     del left[scope]
         return list(left) or list(begun)
-
-    @staticmethod
-    def _fits(whole: Flow, silent: Flow, moved: Flow, number: int, gone: bool) -> bool:
-        """Whether a difference that begins with this value would do what it does."""
-        seen = any(_far(silent.ends[end], moved.ends[end]) for end in silent.ends)
-        if not seen and not gone:
-            return False
-        # behind what is silent a fault may lack the numbers on which it shows
-        fed_alike = _alike(whole, silent, number)
-        return not (seen and gone and fed_alike)
 
     def _modules(self, begun: Iterable[str]) -> Iterator[str]:
         """Those in which it begins; then those that lie beside them in the same module."""

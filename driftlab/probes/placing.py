@@ -155,12 +155,19 @@ def _parted(found: Examination, pass_: str, wrong: list[Difference]) -> tuple[st
 
 def bits_lost(found: Examination, narrow: list[Difference]) -> Place:
     """Where a network loses bits that no pair of modules loses by itself; "" where nothing parts."""
-    pair, first = found.pair, narrow[0]
+    pair, local, first = found.pair, found.local, narrow[0]
     place = Place("", first.pass_, 0)
     if first.pass_ not in FORWARD or "shadow" not in found.network.ran:
         return place
     ends = [d.name for d in narrow if d.pass_ == first.pass_]
-    both = (Traced(network, ends, lambda name: False) for network in (pair.reference, pair.candidate))
+    own = {other: name for name, other in pair.counterparts.items()}
+
+    def keeps(name: str | None) -> bool:
+        """Whether a module of the reference's keeps its bits by itself."""
+        told = local.comparisons(name) if name in pair.counterparts else []
+        return bool(told) and not any(c.narrow() for c in told)
+
+    both = Traced(pair.reference, ends, keeps), Traced(pair.candidate, ends, lambda n: keeps(own.get(n)))
     try:
         parted = parting(*both, found.whole, "float32", first.pass_, pair.seed, pair.fold)
     except Exception as error:
