@@ -3,4 +3,6 @@
 ``third_*`` and ``fourth_*``, faults in ports alone, were written after what ``first_*`` and ``second_*`` had
 shown was mended. Nine labels were widened when they had been judged: a right pair may be equal bit for bit
 (5), or its reference diverge (3), and rounding to bfloat16 be called fewer bits (1).
+
+``sixth_*``, four networks in flat code, was judged when modules had learnt to be silenced.
 """
