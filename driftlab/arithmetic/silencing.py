@@ -49,13 +49,11 @@ class Silencing:
         begun = cone.begun()
         left, runs = dict(begun), 0
         whole = [self._record(network) for network in self._networks]
-        before = {end: apart for end in whole[0].ends if (apart := _apart(whole, end))}
-        if not before:
-            return list(begun)
+        before = _differing(whole)
         for module in self._modules(begun):
             # of a module and its parts none is ruled out by another: a fault of the one shows in the other
             told = len(left) < len(begun) and common(left) in left
-            if told or runs + 2 + len(left) > RUNS:
+            if told or not before or runs + 2 + len(left) > RUNS:
                 break
             both = self._silenced(module)
             if both is None:
@@ -115,6 +113,15 @@ def _called_below(network: nn.Module, parent: str) -> Iterator[str]:
             yield from _called_below(network, full)
         else:
             yield full
+
+
+def _differing(flows: list[Flow]) -> dict[str, float]:
+    """How far the results are apart that differ; beside these the others do by rounding alone."""
+    apart = {end: _apart(flows, end) for end in flows[0].ends}
+    sizes = {end: float(torch.linalg.vector_norm(tensor)) for end, tensor in flows[0].ends.items()}
+    relative = {end: a / max(a, sizes[end]) for end, a in apart.items() if a}
+    most = max(relative.values(), default=0.0)
+    return {end: apart[end] for end, off in relative.items() if off >= GONE * most}
 
 
 def _apart(flows: list[Flow], end: str) -> float:
