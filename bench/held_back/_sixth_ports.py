@@ -1,4 +1,4 @@
-"""What the sixth ports share: tasks of few batches, and a recurrent cell and a layer norm by hand."""
+"""What the sixth ports share: tasks of few batches, and a recurrent cell by hand."""
 
 from collections.abc import Callable
 
@@ -23,12 +23,6 @@ def few(name: str, network: Callable, batch: Callable, loss: Callable, count: in
         lambda: seeded(lambda: [batch() for _ in range(count)], 61),
         loss,
     )
-
-
-def standard(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    """A layer norm of the last axis."""
-    x = x - x.mean(-1, keepdim=True)
-    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight + bias
 
 
 class Gates(nn.Module):

@@ -10,31 +10,31 @@ from bench.held_back._fourth_ports import Port, leaf, wrong
 from bench.held_back._sixth_ports import Gates, few
 
 
-class Glimpse(nn.Module):
-    """A mean of the points not yet visited, by additive attention of one state [N, C] to [N, T, C]."""
+class Additive(nn.Module):
+    """Additive attention of one state [N, C] to points [N, T, C]."""
 
     def __init__(self, width: int):
         super().__init__()
         self.key, self.query = nn.Linear(width, width), nn.Linear(width, width, bias=False)
         self.score = nn.Linear(width, 1, bias=False)
 
+    def scores(self, h: Tensor, points: Tensor) -> Tensor:
+        return self.score((self.key(points) + self.query(h)[:, None]).tanh()).squeeze(2)
+
+
+class Glimpse(Additive):
+    """A mean of the points not yet visited."""
+
     def forward(self, h: Tensor, points: Tensor, visited: Tensor) -> Tensor:
-        scores = self.score((self.key(points) + self.query(h)[:, None]).tanh()).squeeze(2)
-        shares = scores.masked_fill(visited, float("-inf")).softmax(1)
+        shares = self.scores(h, points).masked_fill(visited, float("-inf")).softmax(1)
         return (shares[:, None] @ points).squeeze(1)
 
 
-class Pointer(nn.Module):
+class Pointer(Additive):
     """Scores within -8 and 8 for the points that are left, -20 for those visited."""
 
-    def __init__(self, width: int):
-        super().__init__()
-        self.key, self.query = nn.Linear(width, width), nn.Linear(width, width, bias=False)
-        self.score = nn.Linear(width, 1, bias=False)
-
     def forward(self, h: Tensor, points: Tensor, visited: Tensor) -> Tensor:
-        scores = self.score((self.key(points) + self.query(h)[:, None]).tanh()).squeeze(2)
-        return (8 * scores.tanh()).masked_fill(visited, -20.0)
+        return (8 * self.scores(h, points).tanh()).masked_fill(visited, -20.0)
 
 
 class Routes(nn.Module):

@@ -33,12 +33,19 @@ class Silencing:
 
     Args:
         networks: reference and candidate.
+        flows: theirs, as they are.
         fold: between their weights.
         record: the flow of one of the two; ``moved`` is the number of a value that is moved a little.
     """
 
-    def __init__(self, networks: tuple[nn.Module, nn.Module], fold: Fold, record: Callable[..., Flow]):
-        self._networks, self._fold, self._record = networks, fold, record
+    def __init__(
+        self,
+        networks: tuple[nn.Module, nn.Module],
+        flows: list[Flow],
+        fold: Fold,
+        record: Callable[..., Flow],
+    ):
+        self._networks, self._whole, self._fold, self._record = networks, flows, fold, record
 
     def survivors(self, cone: Cone) -> list[str]:
         """The modules in which the difference may begin, of those in which the cone does.
@@ -48,8 +55,7 @@ class Silencing:
         """
         begun = cone.begun()
         left, runs = dict(begun), 0
-        whole = [self._record(network) for network in self._networks]
-        before = _differing(whole)
+        whole, before = self._whole, _differing(self._whole)
         for module in self._modules(begun):
             # of a module and its parts none is ruled out by another: a fault of the one shows in the other
             told = len(left) < len(begun) and common(left) in left

@@ -86,7 +86,7 @@ def parting(
             backward = pass_ not in FORWARD
             if fold is not None and not backward and len(mine.begun()) > 1:
                 record = partial(_recorded, whole=whole, arithmetic=arithmetic, pass_=pass_, seed=seed)
-                silencing = Silencing((reference.network, candidate.network), fold, record)
+                silencing = Silencing((reference.network, candidate.network), flows, fold, record)
                 mine.keep(silencing.survivors(mine))
             return mine.scope(cut=backward and theirs.is_cut(mine)), theirs.scope_beside(mine)
     return None

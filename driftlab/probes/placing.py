@@ -146,8 +146,14 @@ def _parted(found: Examination, pass_: str, wrong: list[Difference]) -> tuple[st
     reference = Traced(pair.reference, ends, local.right, own_constants(pair, "reference"))
     right = lambda name: name in own and local.right(own[name])  # noqa: E731
     candidate = Traced(pair.candidate, theirs, right, own_constants(pair, "candidate"))
+    return _followed(found, reference, candidate, arithmetic, pass_)
+
+
+def _followed(
+    found: Examination, reference: Traced, candidate: Traced, arithmetic: str, pass_: str
+) -> tuple[str, str | None] | None:
     try:
-        return parting(reference, candidate, found.whole, arithmetic, pass_, pair.seed, pair.fold)
+        return parting(reference, candidate, found.whole, arithmetic, pass_, found.pair.seed, found.pair.fold)
     except Exception as error:  # a module that takes no hooks, or a kernel that cannot be watched
         not_ours(error)
         return None
@@ -168,11 +174,7 @@ def bits_lost(found: Examination, narrow: list[Difference]) -> Place:
         return bool(told) and not any(c.narrow() for c in told)
 
     both = Traced(pair.reference, ends, keeps), Traced(pair.candidate, ends, lambda n: keeps(own.get(n)))
-    try:
-        parted = parting(*both, found.whole, "float32", first.pass_, pair.seed, pair.fold)
-    except Exception as error:
-        not_ours(error)
-        return place
+    parted = _followed(found, *both, "float32", first.pass_)
     return Place(_called(pair, parted[0]), first.pass_, 0, parted[1]) if parted else place
 
 
