@@ -79,6 +79,14 @@ def is_ours(error: BaseException, rooms: tuple[str, ...] = ()) -> bool:
     return False
 
 
+def caller() -> tuple[str, int]:
+    """File and line of the innermost code at work that is neither driftlab's nor torch's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
+
+
 def _is_method(frame: FrameType) -> bool:
     """Whether it runs with a network or an optimizer for its ``self``."""
     torch, code = sys.modules.get("torch"), frame.f_code

@@ -161,9 +161,12 @@ def _biased_variance(call: Call) -> Any:
     return out
 
 
+_WEIGHTED = ("linear", *(f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3)))
+
+
 def _weighted(call: Call) -> Tensor | None:
     """The weight of a linear or a convolution."""
-    if call.name not in ("linear", "conv1d", "conv2d", "conv3d"):
+    if call.name not in _WEIGHTED:
         return None
     weight = call.args[1] if len(call.args) > 1 else call.kwargs.get("weight")
     return weight if isinstance(weight, Tensor) else None

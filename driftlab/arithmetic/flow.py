@@ -97,6 +97,15 @@ class Scopes:
     def now(self) -> str:
         return self._stack[-1] if self._stack else ""
 
+    @property
+    def inside(self) -> bool:
+        """Whether the network itself is at work, and not its loss."""
+        return bool(self._stack)
+
+    def begin(self) -> None:
+        """Forget a run that broke off."""
+        self._stack.clear()
+
     def _watch(self, module: nn.Module, name: str, crossed: Callable[[object, str], None]) -> None:
         def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:
             crossed((args, kwargs), self.now)

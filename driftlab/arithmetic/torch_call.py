@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import count
 from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,14 @@ class Call:
         """Without what marks a dunder, an operation in place or one from the right."""
         name = getattr(self.function, "__name__", "").strip("_")
         return _ALIASES.get(name, name)
+
+    @property
+    def writes(self) -> bool:
+        """Whether it sets something, or writes into what it is given."""
+        name = getattr(self.function, "__name__", "")
+        if name.startswith("__"):
+            return name in ("__get__", "__set__", "__setitem__") or name.startswith("__i")
+        return name.endswith("_") or "out" in self.kwargs
 
     def run(self) -> Any:
         return self.function(*self.args, **self.kwargs)
@@ -42,6 +52,36 @@ class Call:
 
     def again(self, **changed: Any) -> Any:
         return self.function(**{**(self.given() or {}), **changed})
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """All that it is given, also in lists, in their order."""
+        found: list[Tensor] = []
+        self.with_tensors(lambda place, tensor: found.append(tensor))
+        return found
+
+    def with_tensor(self, place: int, tensor: Tensor) -> Call:
+        """With another one of ``tensors``."""
+        return self.with_tensors(lambda at, own: tensor if at == place else own)
+
+    def with_tensors(self, change: Callable[[int, Tensor], Any]) -> Call:
+        """With what ``change(place, tensor)`` makes of each."""
+        places = count()
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return change(next(places), value)
+            if type(value) in (list, tuple):
+                return type(value)([changed(v) for v in value])
+            return {k: changed(v) for k, v in value.items()} if type(value) is dict else value
+
+        return Call(self.function, changed(self.args), changed(self.kwargs))
+
+    def along(self, dim: int) -> Any:
+        """Along another dimension, of a function that takes one."""
+        if "dim" in self.kwargs or len(self.args) < 2:
+            return self.function(*self.args, **{**self.kwargs, "dim": dim})
+        return self.function(self.args[0], dim, *self.args[2:], **self.kwargs)
 
     def number(self) -> tuple[int, float] | None:
         """Where the one number among a tensor's positional arguments stands, and what it is."""

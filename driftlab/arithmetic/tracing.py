@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -24,6 +24,7 @@ from driftlab.arithmetic.cone import Cone
 from driftlab.arithmetic.constants import WITHIN, nudged
 from driftlab.arithmetic.flow import Flow, Recorder, Scopes
 from driftlab.arithmetic.flow_back import Steps
+from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.passes import Recorded, computing, fresh_inputs, in_arithmetic, own_copies
 from driftlab.arithmetic.prints import AGREE
 from driftlab.arithmetic.shadow import held
@@ -75,7 +76,7 @@ def parting(
         fold: of the two; where they part in several modules, these are silenced in both to see which it is.
     """
     both = reference, candidate
-    flows = [_recorded(traced.network, whole, arithmetic, pass_, seed) for traced in both]
+    flows = [flow_of(traced.network, whole, arithmetic, pass_, seed) for traced in both]
     margins = [_margins(t, f, whole, arithmetic, pass_, seed) for t, f in zip(both, flows, strict=True)]
     for narrower in (1, 4, 16):  # what is known to be wrong may not be taken for the same
         mine, theirs = (
@@ -85,7 +86,7 @@ def parting(
         if mine.first:
             backward = pass_ not in FORWARD
             if fold is not None and not backward and len(mine.begun()) > 1:
-                record = partial(_recorded, whole=whole, arithmetic=arithmetic, pass_=pass_, seed=seed)
+                record = partial(flow_of, whole=whole, arithmetic=arithmetic, pass_=pass_, seed=seed)
                 silencing = Silencing((reference.network, candidate.network), flows, fold, record)
                 mine.keep(silencing.survivors(mine))
             return mine.scope(cut=backward and theirs.is_cut(mine)), theirs.scope_beside(mine)
@@ -97,11 +98,11 @@ def _margins(
 ) -> list[float]:
     """How far from each value that of the other may lie, for constants that one of them stores in float32."""
     if arithmetic == "float32":
-        return _roundings(flow, _recorded(traced.network, whole, "shadow", pass_, seed))
+        return _roundings(flow, flow_of(traced.network, whole, "shadow", pass_, seed))
     if arithmetic != "shadow":
         return [AGREE] * len(flow.values)
     twin, generator = nudged(traced.network, traced.constants)
-    moved = _recorded(twin, whole, arithmetic, pass_, seed, generator).values
+    moved = flow_of(twin, whole, arithmetic, pass_, seed, generator).values
     if len(moved) != len(flow.values):
         return [AGREE] * len(flow.values)
     pairs = ((v.prints, m.prints) for v, m in zip(flow.values, moved, strict=True))
@@ -124,7 +125,7 @@ def _roundings(flow: Flow, exact: Flow) -> list[float]:
     return found[1:]
 
 
-def _recorded(
+def flow_of(
     network: nn.Module,
     whole: Recorded,
     arithmetic: str,
@@ -133,6 +134,7 @@ def _recorded(
     nudge: torch.Generator | None = None,
     moved: int | None = None,
 ) -> Flow:
+    """Arguments as of ``parting``; ``nudge`` and ``moved`` as of ``shadow_arithmetic`` and ``Recorder``."""
     twin, leaves = in_arithmetic(network, arithmetic), []
     with computing(arithmetic, nudge, Native.TABLES if nudge else Native.NOTHING):
         args, kwargs = fresh_inputs(whole, arithmetic, leaves)
@@ -142,6 +144,22 @@ def _recorded(
             return _forward(twin, whole, given, arithmetic, pass_ == "eval", moved)
         inputs = {str(number): leaf for number, leaf in enumerate(leaves)}
         return _backward(twin, whole, given, arithmetic, dict(twin.named_parameters()) | inputs)
+
+
+def results_of(
+    network: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int
+) -> dict[str, Tensor]:
+    """Of the forward pass alone, float64: the outputs by their names, and the loss in training."""
+    twin = in_arithmetic(network, arithmetic)
+    with computing(arithmetic):
+        given = own_copies(fresh_inputs(whole, arithmetic, []))
+        seed_random_layers(seed)
+        with evaluation_mode(twin) if pass_ == "eval" else nullcontext():
+            outputs = whole.called(twin, given, arithmetic)
+            ends = named_leaves(outputs)
+            if pass_ != "eval" and whole.loss is not None:
+                ends[LOSS] = whole.measured(twin, outputs, arithmetic)
+    return {name: held(tensor).detach().double().cpu() for name, tensor in ends.items()}
 
 
 def _forward(

@@ -79,6 +79,11 @@ def common_parent(names: Iterable[str]) -> str:
     return common(name.rpartition(".")[0] for name in names)
 
 
+def is_torchs(module: nn.Module) -> bool:
+    """Whether its code is torch's own, which takes what it is given."""
+    return type(module).__module__.startswith("torch.nn.")
+
+
 def only_holds(module: nn.Module) -> bool:
     """Whether it has no ``forward``, as a list or a dict of modules or parameters."""
     made = next(vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))

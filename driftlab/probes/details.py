@@ -16,18 +16,19 @@ from driftlab.probes.examination import Examination
 SAME_CALL = 0.5
 
 
-def details(found: Examination, module: str, difference: Difference, few: bool) -> str:
+def details(found: Examination, module: str, difference: Difference, few: bool, known: str = "") -> str:
     """How many elements are wrong and which most; what would make such a difference, where that is known.
 
     Args:
         module: whose calls were compared; "" the networks as a whole.
         few: whether that was on a few samples of each call.
+        known: what would do that, where it is known already.
     """
     try:
         case = _whole(found, difference) if not module else _of_module(found.local, module, difference, few)
         if case is None:
             return ""
-        return "\n".join(filter(None, [_leaves(found), worst_element(case), explained(case)]))
+        return "\n".join(filter(None, [_leaves(found), worst_element(case), known or explained(case)]))
     except Exception as error:  # a hint is not worth a verdict, and a mistake in it is not passed over
         return f"driftlab failed to look at it more closely, please report it: {described(error)}"
 

@@ -66,6 +66,11 @@ class Examination:
         return "float64" not in self.network.failed and not narrow
 
     @property
+    def exact_arithmetic(self) -> str | None:
+        """One in which rounding is gone from both networks."""
+        return "shadow" if "shadow" in self.network.ran else "float64" if self.float64 else None
+
+    @property
     def _narrow_state(self) -> bool:
         """Whether the candidate keeps weights, or its optimizer's state, in fewer bits."""
         said = (f.evidence for f in self.findings if f.evidence.probe in (SAME_START, UPDATE))

@@ -48,7 +48,7 @@ def ask(found: Examination) -> Iterator[Finding]:
     if (wavering := wavers(found, module)) is not None:
         yield wavering
         return
-    place, difference = placed(found, module, wrong or [difference], located)
+    place, difference, why = placed(found, module, wrong or [difference], located)
     arrives = bool(module) and located is None and place.module == module
     # found on some samples of the batch alone: this training may come to it later
     on_few = not wrong and not found.local.wrong(module)
@@ -56,7 +56,7 @@ def ask(found: Examination) -> Iterator[Finding]:
     says = _arrives(difference, found.local.right(module)) if arrives else _wrong(difference, network)
     says += _IN_EVALUATION if _same_in_evaluation(found) else ""
     accused = PROBE.finding(excess, Verdict.BUG, says, place)
-    more = details(found, located[0] if located else "", difference, few=not wrong)
+    more = details(found, located[0] if located else "", difference, few=not wrong, known=why)
     accused = replace(accused, evidence=replace(accused.evidence, details=more))
     if on_few:
         accused = replace(accused, evidence=replace(accused.evidence, probe=FEWER_SAMPLES), off_path=True)

@@ -12,6 +12,7 @@ from driftlab.blame import not_ours
 from driftlab.fold import Fold
 from driftlab.network.modules import common_parent, lies_in, only_holds
 from driftlab.network.pair import Pair
+from driftlab.probes.counterfactual import changed_call, gradient_stop
 from driftlab.probes.examination import Examination
 from driftlab.words import Place, Verdict
 
@@ -31,6 +32,9 @@ def owner(wrong: list[Difference], fold: Fold) -> str:
     if pass_ == "weight gradient" and set(names) <= set(fold.repeated):  # no longer tied: who held them all
         return common_parent(names)
     owners = {n.rpartition(".")[0] for n in names}
+    if pass_ == "weight gradient" and not any(d.size for d in wrong if d.pass_ == pass_):
+        # the reference's are frozen, the candidate's are not: the first stands for all
+        return next(owner for name in fold.placed if (owner := name.rpartition(".")[0]) in owners)
     return owners.pop() if len(owners) == 1 and pass_ in ("weight gradient", "buffer") else ""
 
 
@@ -41,19 +45,59 @@ def _shares(fold: Fold, name: str) -> bool:
 
 def placed(
     found: Examination, module: str, wrong: list[Difference], located: tuple[str, Difference] | None
-) -> tuple[Place, Difference]:
-    """Where the two differ, and what differs there: by pairs of modules, or by the values on the way.
+) -> tuple[Place, Difference, str]:
+    """Where the two differ, what differs there, and what would do that, where it is known.
 
-    Values are asked where the pairs end at a module with others inside, at one so far off that its borders
-    may have moved, or at none.
+    By pairs of modules, or by the values on the way: where the pairs end at a module with others inside, at
+    one so far off that its borders may have moved, or at none. By what would do that where one thing would.
     """
+    stop = gradient_stop(found, wrong) if not located or _holds_others(found.pair, module) else None
+    if stop is None:
+        return _or_where_a_call_would(found, *_placed(found, module, wrong, located), located)
+    if len(stop.between) > 1:
+        place, difference = _placed(found, module, wrong, located)
+        if place.module != stop.scope and place.module in stop.between:
+            return place, difference, stop.words
+    pass_ = "weight gradient" if stop.of_weight else "input gradient"
+    return _at(found.pair, stop.scope, pass_), _largest(wrong), stop.words
+
+
+def _or_where_a_call_would(
+    found: Examination, place: Place, difference: Difference, located: tuple[str, Difference] | None
+) -> tuple[Place, Difference, str]:
+    """The same; where no pair is wrong, the module of a call whose change makes the outputs what they are."""
+    mutant = None if located else changed_call(found, difference, place.module)
+    if mutant is None:
+        return place, difference, ""
+    if place.module != mutant.scope:
+        place = _at(found.pair, mutant.scope, place.pass_)
+    where = f" in `{mutant.scope}`" if mutant.scope else ""
+    return place, difference, f"{mutant.words}{where} would do that"
+
+
+def _at(pair: Pair, module: str, pass_: str) -> Place:
+    return Place(_called(pair, module), pass_, 0, pair.counterparts.get(module))
+
+
+def _holds_others(pair: Pair, module: str) -> bool:
+    return next(pair.reference.get_submodule(module).children(), None) is not None
+
+
+def _largest(wrong: list[Difference]) -> Difference:
+    """Of the gradients."""
+    return max((d for d in wrong if d.pass_ in BACKWARD), key=lambda d: d.relative)
+
+
+def _placed(
+    found: Examination, module: str, wrong: list[Difference], located: tuple[str, Difference] | None
+) -> tuple[Place, Difference]:
     difference = located[1] if located else _earliest(found, wrong)
     if (started := _other_weights(found, difference)) is not None:
         return started, difference
     pair, pass_ = found.pair, difference.pass_
     if module and not located and difference.name in pair.fold.repeated:
         return _of(pair, module, difference)
-    whole = not module or next(pair.reference.get_submodule(module).children(), None) is not None
+    whole = not module or _holds_others(pair, module)
     moved = _may_be_moved(found, module, difference)
     damped = bool(located) and bool(module) and pass_ == "forward" and _damped(found, difference.relative)
     parted = _parted(found, pass_, wrong) if whole or moved or damped or not located else None
@@ -135,7 +179,7 @@ def _pass_of(pass_: str, module: str, wrong: list[Difference]) -> str:
 
 
 def _parted(found: Examination, pass_: str, wrong: list[Difference]) -> tuple[str, str] | None:
-    arithmetic = "shadow" if "shadow" in found.network.ran else "float64" if found.float64 else None
+    arithmetic = found.exact_arithmetic
     if arithmetic is None or pass_ == "buffer":
         return None
     pair, local = found.pair, found.local

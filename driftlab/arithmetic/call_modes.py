@@ -1,0 +1,114 @@
+"""Every call that a network makes of torch, on its way: to be looked at, or made otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from driftlab.arithmetic.flow import Scopes
+from driftlab.arithmetic.torch_call import Call
+
+# A call by its number, itself, and the floating values that were made before it; gives the result.
+Change = Callable[[int, Call, Sequence[Tensor]], Any]
+Key = tuple[int, int]  # the number of a call, the place of a tensor among its arguments
+RESULT = -1  # in place of an argument's
+_TELLS_NOTHING = ("get", "set", "size", "dim", "numel", "is_floating_point", "stride", "item", "detach")
+_DETACHES = (Tensor.detach, torch.detach, Tensor.detach_, Tensor.data.__get__)
+
+
+class Calls(TorchFunctionMode):
+    """Every call that the network makes goes through ``change(number, call, earlier)``."""
+
+    def __init__(self, scopes: Scopes, earlier: list[Tensor], change: Change):
+        super().__init__()
+        self._scopes, self._earlier, self._change, self._number = scopes, earlier, change, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        call = Call(func, tuple(args), kwargs or {})
+        if not self._scopes.inside or call.name in _TELLS_NOTHING or call.writes:
+            return call.run()
+        self._number += 1
+        out = self._change(self._number, call, self._earlier)
+        self._earlier += floating(parts(out))
+        return out
+
+
+class Operands(TorchFunctionMode):
+    """Every call takes, and gives, what ``see(key, function, tensor)`` makes of its floating tensors.
+
+    Calls that write into what they are given keep it: that must be the tensor itself.
+    """
+
+    def __init__(self, see: Callable[[Key, str, Tensor], Tensor]):
+        super().__init__()
+        self._see, self._calls = see, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        call = Call(func, tuple(args), kwargs or {})
+        self._calls += 1
+        if call.writes:
+            return call.run()
+        out = self._seen(call, call.name).run()
+        return self._of(RESULT, call.name, out) if isinstance(out, Tensor) else out
+
+    def handed_on(self, module: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The same for a call of a module, by its name."""
+        self._calls += 1
+        with torch._C.DisableTorchFunction():
+            seen = self._seen(Call(nn.Module, args, kwargs), module)
+        return seen.args, seen.kwargs
+
+    def _seen(self, call: Call, function: str) -> Call:
+        """One that stands there twice stays one: some code asks whether its query is its key."""
+        made: dict[int, Tensor] = {}
+
+        def seen(place: int, tensor: Tensor) -> Tensor:
+            if id(tensor) not in made:
+                made[id(tensor)] = self._of(place, function, tensor)
+            return made[id(tensor)]
+
+        return call.with_tensors(seen)
+
+    def _of(self, place: int, function: str, tensor: Tensor) -> Tensor:
+        return self._see((self._calls, place), function, tensor) if tensor.is_floating_point() else tensor
+
+
+class Undetached(TorchFunctionMode):
+    """In the modules ``undone`` nothing is detached.
+
+    Attributes:
+        scopes: the modules in which something is, in their order.
+    """
+
+    def __init__(self, now: Scopes, undone: frozenset[str] = frozenset()):
+        super().__init__()
+        self._now, self._undone = now, undone
+        self.scopes: dict[str, None] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if not _detaches(func, args):
+            return func(*args, **(kwargs or {}))
+        self.scopes[self._now.now] = None
+        if self._now.now not in self._undone:
+            return func(*args, **(kwargs or {}))
+        return args[0] if isinstance(args[0], Tensor) else None
+
+
+def _detaches(func: Callable, args: tuple) -> bool:
+    if func in (torch._C._set_grad_enabled, torch.set_grad_enabled):
+        return args[0] is False and torch.is_grad_enabled()
+    return func in _DETACHES and args[0].requires_grad
+
+
+def floating(values: Sequence) -> list[Tensor]:
+    return [t for t in values if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def parts(values: Any) -> list[Tensor]:
+    if isinstance(values, Tensor):
+        return [values]
+    return [t for t in values if isinstance(t, Tensor)] if isinstance(values, tuple | list) else []

@@ -1,0 +1,225 @@
+"""The reference once more with a mistake in one of its calls: which mistake makes the candidate of it?
+
+Mutation-based fault localization (Papadakis and Le Traon, Metallaxis-FL, 2015; Moon et al., MUSE, 2014) the
+other way round. There a faulty program is changed until its tests pass, here a right one until it gives what
+the faulty one does. Results that agree to the last digits are not brought about by another mistake, so where
+the changed call stands is where the mistake is, in whatever form the candidate was written.
+
+Of most changes a mutant is run only where the candidate comes by the changed result and not by the right one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from driftlab.arithmetic.accused import Accused
+from driftlab.arithmetic.call_modes import Calls, Change, floating, parts
+from driftlab.arithmetic.difference import distance, finite_norm
+from driftlab.arithmetic.flow import Flow, Scopes
+from driftlab.arithmetic.mutations import OPERANDS, SETTINGS, Operator, mutations, numbered
+from driftlab.arithmetic.prints import AGREE, Seen, prints
+from driftlab.arithmetic.torch_call import Call
+from driftlab.arithmetic.tracing import results_of
+from driftlab.blame import caller
+from driftlab.network.calling import copied
+from driftlab.network.compiled import eager
+from driftlab.network.modules import is_torchs
+
+# Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
+RUNS, ELEMENTS, STEPS = 300, 1e8, 10
+# Changed calls that are looked for among the candidate's values.
+LOOKED_AT = 10_000
+
+Results = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Calls changed in one way.
+
+    Attributes:
+        scope: the module in which the first stands.
+        words: what was changed.
+        calls: their numbers.
+        operators: of which the change is one.
+        which: the number of the change among them; None for another number, which is to be found.
+        line: of code, on which they stand.
+    """
+
+    scope: str
+    words: str
+    calls: frozenset[int]
+    operators: tuple[Operator, ...]
+    which: int | None
+    line: tuple = ()
+
+    def change(self, call: Call, earlier: Sequence[Tensor], times: float) -> Any:
+        if self.which is None:
+            return numbered(call)(times)
+        made = (make for _, make in mutations(call, earlier, self.operators))
+        return next((make for i, make in enumerate(made) if i == self.which), call.run)()
+
+
+def fitting(cases: Sequence[Accused], candidate: Flow) -> list[Mutant]:
+    """The changes of the reference that make the candidate's results of it, of the first kind that has any.
+
+    Args:
+        cases: all quantities of the pass, a wrong one first.
+        candidate: the flow of its values.
+    """
+    mutants = _Mutants(cases, candidate)
+    return mutants.fitting(mutants.found) or mutants.fitting(mutants.signs)
+
+
+class _Mutants:
+    """Attributes:
+    found: those that are tried wherever they can be.
+    signs: others, of which the candidate comes by the changed result.
+    """
+
+    def __init__(self, cases: Sequence[Accused], candidate: Flow):
+        self._cases, first = cases, cases[0]
+        self._network = copied(first.reference)
+        self._earlier: list[Tensor] = []
+        self._scopes = Scopes(self._network, self._entered)
+        self.found: list[Mutant] = []
+        self.signs: list[Mutant] = []
+        self._lines: dict[tuple, set[int]] = {}
+        self._elements = self._looked_at = 0
+        self._results(self._looking(candidate.seen()))
+        self._runs = min(RUNS, ELEMENTS / max(1, self._elements))
+
+    def fitting(self, mutants: Sequence[Mutant]) -> list[Mutant]:
+        """Those that fit, each by itself or at every call on its line."""
+        return [
+            one for mutant in mutants for one in self._alike(mutant) if self._runs > 0 and self._fits(one)
+        ]
+
+    def _alike(self, mutant: Mutant) -> Iterator[Mutant]:
+        yield mutant
+        calls = self._lines[mutant.line]
+        if len(calls) > 1 and min(calls) in mutant.calls:
+            yield replace(mutant, words=f"{mutant.words}, each time", calls=frozenset(calls))
+
+    def _entered(self, tensors: object, scope: str) -> None:
+        if not self._scopes.inside:
+            self._earlier += floating(pytree.tree_leaves(tensors))
+
+    def _looking(self, seen: Seen) -> Change:
+        """Finds the mutants."""
+
+        def look(number: int, call: Call, earlier: Sequence[Tensor]) -> Any:
+            out = call.run()
+            self._elements += sum(t.numel() for t in parts(out))
+            line = (*caller(), call.name)
+            self._lines.setdefault(line, set()).add(number)
+            if _has(seen, out):  # the candidate's call is right
+                return out
+            here = Mutant(self._scopes.now, "", frozenset({number}), SETTINGS, None, line)
+            if numbered(call):
+                self.found.append(replace(here, words=f"another number in `{call.name}`"))
+            for which, words, _ in self._made(call, earlier, SETTINGS, out):
+                self.found.append(replace(here, words=words, which=which))
+            here = replace(here, scope=self._handed_by(here.scope), operators=OPERANDS)
+            for which, words, made in self._made(call, earlier, OPERANDS, out):
+                if _has(seen, made) or _has(seen, out) is None:
+                    self.signs.append(replace(here, words=words, which=which))
+            return out
+
+        return look
+
+    def _handed_by(self, scope: str) -> str:
+        """The module whose code hands on what is taken there."""
+        return scope.rpartition(".")[0] if is_torchs(self._network.get_submodule(scope)) else scope
+
+    def _made(
+        self, call: Call, earlier: Sequence[Tensor], operators: Sequence[Operator], out: Any
+    ) -> Iterator[tuple[int, str, Any]]:
+        """Changed results that have the right one's shape."""
+        with torch.no_grad():
+            for which, (words, make) in enumerate(mutations(call, earlier, operators)):
+                self._looked_at += 1
+                if self._looked_at > LOOKED_AT:
+                    return
+                try:
+                    made = make()
+                except Exception:  # it takes no such argument
+                    continue
+                if [t.shape for t in parts(made)] == [t.shape for t in parts(out)]:
+                    yield which, words, made
+
+    def _fits(self, mutant: Mutant) -> bool:
+        """With another number by the secant method, after none and the opposite."""
+        if mutant.which is not None:
+            return self._agrees(self._changed(mutant, 1.0))
+        tried = [(1.0, -1.0)]
+        for times in (0.0, 1.01, *[None] * STEPS):
+            if times is None and (times := _secant(*tried[-2:])) is None:
+                return False
+            results = self._changed(mutant, times)
+            if self._agrees(results):
+                return True
+            if not times:  # a shot, that may well divide by nothing
+                continue
+            if (way := self._way(results)) is None:
+                return False
+            tried.append((times, way))
+        return False
+
+    def _way(self, results: Results) -> float | None:
+        """How far from the reference's result, -1, to the candidate's, 0."""
+        case = self._cases[0]
+        found, apart = results.get(case.difference.name), case.theirs - case.mine
+        if found is None or found.shape != apart.shape:
+            return None
+        way = float(((found - case.mine) * apart).sum() / (apart * apart).sum()) - 1
+        return way if math.isfinite(way) else None
+
+    def _agrees(self, results: Results) -> bool:
+        """In every quantity, but for rounding."""
+        for case in self._cases:
+            found = results.get(case.difference.name)
+            if found is None or found.shape != case.theirs.shape:
+                return False
+            if not distance(case.theirs, found) <= max(case.rounding, AGREE * finite_norm(case.theirs)):
+                return False
+        return True
+
+    def _changed(self, mutant: Mutant, times: float) -> Results:
+        def change(number: int, call: Call, earlier: Sequence[Tensor]) -> Any:
+            return mutant.change(call, earlier, times) if number in mutant.calls else call.run()
+
+        self._runs -= 1
+        try:
+            return self._results(change)
+        except Exception:  # it does not run so, wherever that shows
+            return {}
+
+    def _results(self, change: Change) -> Results:
+        self._scopes.begin()
+        self._earlier.clear()
+        first = self._cases[0]
+        settings = first.call, first.arithmetic, first.difference.pass_, first.seed
+        with eager(), Calls(self._scopes, self._earlier, change):
+            return results_of(self._network, *settings)
+
+
+def _secant(*tried: tuple[float, float]) -> float | None:
+    (one, at_one), (two, at_two) = tried
+    if at_one == at_two:
+        return None
+    new = two - at_two * (two - one) / (at_two - at_one)
+    return new if abs(new) < 1e4 and new != two else None
+
+
+def _has(seen: Seen, values: Any) -> bool | None:
+    """Whether all of them were come by; None of what holds no floating numbers."""
+    found = [p for t in parts(values) if (p := prints(t)) is not None]
+    return all(seen.find(p.whole) for p in found) if found else None

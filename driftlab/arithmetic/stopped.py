@@ -1,0 +1,225 @@
+"""Where a gradient is stopped on its way back, let through or scaled, though the forward pass is right.
+
+Gradients are sums over ways back. A candidate that detaches one operand of one call lacks just what the
+reference sends back there, carried on to the weights. Along a random direction of all weights that is one
+number, <gradient sent back, change of the operand>. One backward pass and two forward passes with moved
+weights give it for every operand at once, and only where the gradient is stopped is it what the candidate
+lacks along several directions (Freivalds, Probabilistic machines can use less running time, 1977). A
+``detach`` that the candidate has not is found by running the reference without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from driftlab.arithmetic.call_modes import Key, Operands, Undetached
+from driftlab.arithmetic.flow import Scopes
+from driftlab.arithmetic.passes import Recorded, computing, fresh_inputs, in_arithmetic, own_copies
+from driftlab.arithmetic.shadow import held
+from driftlab.network.calling import copied, seed_random_layers
+from driftlab.network.modules import common, is_torchs
+
+# For the two forward passes weights are moved by so much of their size, up and down.
+MOVED = 1e-6
+# Directions, and how near a number must be to what is lacked (the central difference is exact to 1e-6).
+# One direction fixes the factor of an operand; two more confirm it by chance in about 1 case of 1e8.
+DIRECTIONS, NEAR = 3, 1e-4
+# What of a difference may be left where it is explained by a run.
+LEFT = 1e-6
+
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Stop:
+    """What makes the reference's gradients the candidate's.
+
+    Attributes:
+        scope: the module of the reference in which it lies.
+        between: the modules in which it may lie as well; nothing here tells in which.
+        of_weight: whether what is stopped is the gradient of a weight itself.
+        words: what would do that.
+    """
+
+    scope: str
+    between: frozenset[str]
+    of_weight: bool
+    words: str
+
+
+@dataclass(frozen=True)
+class _Operand:
+    scope: str
+    function: str
+    is_weight: bool
+    sent: Tensor
+
+
+def stopped(
+    network: nn.Module, whole: Recorded, arithmetic: str, seed: int, lacks: Mapping[str, Tensor]
+) -> Stop | None:
+    """Where one change of what is sent back makes the reference's gradients the candidate's; else None.
+
+    Args:
+        network: the reference.
+        lacks: its gradients less the candidate's, by the name of the weight or the number of the input.
+    """
+    ways = _Ways(network, whole, arithmetic, seed)
+    return ways.let_through(lacks) or ways.stopped(lacks)
+
+
+class _Ways:
+    """The ways back through one network on one batch."""
+
+    def __init__(self, network: nn.Module, whole: Recorded, arithmetic: str, seed: int):
+        self._network = copied(network)
+        self._operands: Operands | None = None
+        self._modules = dict(self._network.named_modules())
+        for name, module in self._modules.items():  # before it is at work: what its caller hands on
+            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+                module.register_forward_pre_hook(self._handing_on(name), with_kwargs=True)
+        self._scopes = Scopes(self._network)
+        self._whole, self._arithmetic, self._seed = whole, arithmetic, seed
+
+    def _handing_on(self, name: str) -> Callable:
+        def hand_on(_: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+            return self._operands.handed_on(name, args, kwargs) if self._operands else None
+
+        return hand_on
+
+    def stopped(self, lacks: Mapping[str, Tensor]) -> Stop | None:
+        operands = self._sent()
+        shares = [self._shares(operands, along, lacks) for along in self._directions(lacks)]
+        found = [key for key in operands if _agree([s.get(key, 0.0) for s in shares])]
+        if not found:
+            return None
+        own = [operands[key] for key in found]
+        scopes = {o.scope.rpartition(".")[0] if self._takes(o) else o.scope for o in own}
+        handed = {
+            o.function
+            for o in own
+            if o.function in self._modules and not is_torchs(self._modules[o.function])
+        }
+        words = _words(own[0], shares[0][found[0]])
+        return Stop(common(scopes), frozenset(scopes | handed), any(o.is_weight for o in own), words)
+
+    def _takes(self, operand: _Operand) -> bool:
+        """Whether a module of torch's own is given it, so that its caller's code hands it on."""
+        return is_torchs(self._modules[operand.scope]) and not operand.is_weight
+
+    def _sent(self) -> dict[Key, _Operand]:
+        """What is sent back to each operand of each call, and to its result."""
+        found: dict[Key, _Operand] = {}
+
+        def tap(key: Key, function: str, tensor: Tensor) -> Tensor:
+            if not (tensor.requires_grad and torch.is_grad_enabled()):
+                return tensor
+            scope, weight = self._scopes.now, tensor.is_leaf
+
+            def keep(gradient: Tensor) -> None:
+                before = found[key].sent if key in found else 0.0
+                found[key] = _Operand(scope, function, weight, before + held(gradient).detach().double())
+
+            alias = tensor.view_as(tensor)
+            alias.register_hook(keep)
+            return alias
+
+        self._run(Operands(tap))
+        return found
+
+    def _directions(self, lacks: Mapping[str, Tensor]) -> Iterator[Gradients]:
+        """Each as large as the weights are, and around 1 where these are 0, as some are at first."""
+        own = {name: held(tensor).detach().double() for name, tensor in self._network.named_parameters()}
+        sizes = {name: float(own[name].square().mean().sqrt()) or 1.0 for name in lacks if name in own}
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(DIRECTIONS):
+            moves = {
+                n: torch.randn(t.shape, generator=generator, dtype=torch.float64) for n, t in lacks.items()
+            }
+            yield {name: move * sizes.get(name, 1.0) for name, move in moves.items()}
+
+    def _shares(
+        self, operands: Mapping[Key, _Operand], along: Gradients, lacks: Mapping[str, Tensor]
+    ) -> dict[Key, float]:
+        """What is lacked over what each operand is sent, along a direction."""
+        wanted = sum(float((along[name] * tensor).sum()) for name, tensor in lacks.items())
+        ahead, behind = (self._projected(operands, along, by) for by in (MOVED, -MOVED))
+        change = {key: (ahead[key] - behind[key]) / (2 * MOVED) for key in ahead.keys() & behind.keys()}
+        return {key: wanted / by for key, by in change.items() if by}
+
+    def _projected(self, operands: Mapping[Key, _Operand], along: Gradients, by: float) -> dict[Key, float]:
+        """<gradient sent back, operand>, with the weights moved."""
+        found: dict[Key, float] = {}
+
+        def look(key: Key, function: str, tensor: Tensor) -> Tensor:
+            if key in operands and tensor.shape == operands[key].sent.shape:
+                found[key] = float((held(tensor).detach().double() * operands[key].sent).sum())
+            return tensor
+
+        self._run(Operands(look), {name: by * move for name, move in along.items()}, backward=False)
+        return found
+
+    def let_through(self, lacks: Mapping[str, Tensor]) -> Stop | None:
+        """In one module or in all, what it detaches is not detached."""
+        seen = Undetached(self._scopes)
+        before = self._run(seen)
+        one_by_one = [frozenset({scope}) for scope in seen.scopes]
+        for scopes in (*one_by_one, frozenset(seen.scopes)) if seen.scopes else ():
+            after = self._run(Undetached(self._scopes, scopes))
+            apart = {name: before[name] - after[name] - lack for name, lack in lacks.items()}
+            if _norm(apart) <= LEFT * _norm(lacks):
+                return Stop(
+                    common(scopes),
+                    scopes,
+                    False,
+                    "a gradient that goes on where the reference detaches would do that",
+                )
+        return None
+
+    def _run(
+        self, mode: TorchFunctionMode, moves: Mapping[str, Tensor] | None = None, backward: bool = True
+    ) -> Gradients:
+        """The gradients of a run with its weights moved; the mode sees no call of the loss."""
+        twin, leaves = in_arithmetic(self._network, self._arithmetic), []
+        self._operands = mode if isinstance(mode, Operands) else None
+        with computing(self._arithmetic):
+            args, kwargs = fresh_inputs(self._whole, self._arithmetic, leaves)
+            named = dict(twin.named_parameters()) | {str(i): leaf for i, leaf in enumerate(leaves)}
+            for name, move in (moves or {}).items():
+                values = held(named[name]).detach()
+                values.add_(move.to(values))
+            given = own_copies((args, kwargs))
+            seed_random_layers(self._seed)
+            with mode:
+                outputs = self._whole.called(twin, given, self._arithmetic)
+            if not backward:
+                return {}
+            self._whole.measured(twin, outputs, self._arithmetic).backward()
+        return {name: _gradient(leaf) for name, leaf in named.items()}
+
+
+def _agree(shares: list[float]) -> bool:
+    first, *others = shares
+    return bool(first) and all(abs(other - first) <= NEAR * abs(first) for other in others)
+
+
+def _norm(tensors: Mapping[str, Tensor]) -> float:
+    return sum(float(t.square().sum()) for t in tensors.values()) ** 0.5
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
+    return held(gradient).detach().double().cpu()
+
+
+def _words(operand: _Operand, share: float) -> str:
+    where = f" in `{operand.scope}`" if operand.scope else ""
+    given = f"what `{operand.function}`{where} is given"
+    if abs(share - 1) <= NEAR:
+        return f"{given}, detached there, would do that"
+    return f"{1 - share:.4g} times the gradient of {given} would do that"

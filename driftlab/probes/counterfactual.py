@@ -1,0 +1,83 @@
+"""What one change of the reference would make the candidate of it, and so where the two differ."""
+
+from __future__ import annotations
+
+import torch
+
+from driftlab.arithmetic.accused import Accused
+from driftlab.arithmetic.difference import Difference
+from driftlab.arithmetic.locating import BACKWARD
+from driftlab.arithmetic.mutants import Mutant, fitting
+from driftlab.arithmetic.naming import LOSS
+from driftlab.arithmetic.passes import run
+from driftlab.arithmetic.quantities import by_reference_names
+from driftlab.arithmetic.stopped import Stop, stopped
+from driftlab.arithmetic.tracing import FORWARD, flow_of
+from driftlab.blame import not_ours
+from driftlab.network.pair import Pair
+from driftlab.probes.examination import Examination
+
+# A forward pass that is off by so little beside the gradients does not make these wrong.
+BESIDE = 1e-6
+
+
+def gradient_stop(found: Examination, wrong: list[Difference]) -> Stop | None:
+    """Where a gradient is stopped, if all that is wrong comes of it."""
+    arithmetic, pair, whole = found.exact_arithmetic, found.pair, found.whole
+    most = max(d.relative for d in wrong)
+    grave = {d.pass_ for d in wrong if d.relative >= BESIDE * most}
+    if arithmetic is None or whole.loss is None or not grave <= {*BACKWARD, "update"}:
+        return None
+    if any(_untied(pair, d.name) for d in wrong):  # what is lacked is sent to another weight
+        return None
+    try:
+        mine, theirs = (
+            {n: t.cpu() for pass_ in BACKWARD for n, t in read[pass_].items()}
+            for read in _both(found, arithmetic, evaluate=False)
+        )
+        lacks = {n: mine[n] - theirs[n] for n in mine.keys() & theirs.keys()}
+        return stopped(pair.reference, whole, arithmetic, pair.seed, lacks)
+    except Exception as error:  # a module that takes no hooks, a function that cannot be watched
+        not_ours(error)
+        return None
+
+
+def changed_call(found: Examination, difference: Difference, place: str) -> Mutant | None:
+    """The call in which a mistake would make the outputs what they are: at ``place``, else the first."""
+    arithmetic, pair, pass_ = found.exact_arithmetic, found.pair, difference.pass_
+    if arithmetic is None or pass_ not in FORWARD:
+        return None
+    arithmetic = "float64" if found.float64 and difference.excess("float64") > 1 else arithmetic  # the faster
+    try:
+        mine, theirs = (read[pass_] for read in _both(found, arithmetic, evaluate=pass_ == "eval"))
+        wrong = {d.name: d for d in found.network.differences if d.pass_ == pass_ and d.name in mine}
+        order = sorted(wrong, key=lambda name: (name == LOSS, name != difference.name))
+        cases = [
+            Accused(
+                mine[n].cpu(), theirs[n].cpu(), wrong[n], arithmetic, pair.reference, found.whole, pair.seed
+            )
+            for n in order
+            if n in theirs
+        ]
+        fit = fitting(cases, flow_of(pair.candidate, found.whole, arithmetic, pass_, pair.seed))
+    except Exception as error:
+        not_ours(error)
+        return None
+    return next((m for m in fit if m.scope == place), next(iter(fit), None))
+
+
+def _both(found: Examination, arithmetic: str, evaluate: bool) -> list[dict]:
+    """What the two give, by the reference's names."""
+    pair, whole = found.pair, found.whole
+    own = run(pair.reference, whole, arithmetic, pair.seed, evaluate)
+    other = run(pair.candidate, whole, arithmetic, pair.seed, evaluate, beside=own, outputs=pair.outputs)
+    return [by_reference_names(p, pair.comparable, ("", ""), i) for i, p in enumerate((own, other))]
+
+
+def _untied(pair: Pair, name: str) -> bool:
+    """Whether the candidate trains a weight besides, which begins with the same values."""
+    own, fold = dict(pair.candidate.named_parameters()), pair.fold
+    taken = {source for other in fold.placed for source in fold.sources(other)}
+    spare = [p for n, p in own.items() if n not in taken and p.requires_grad]
+    held = [own[s] for s in fold.sources(name) if s in own]
+    return any(p.shape == h.shape and torch.equal(p, h) for h in held for p in spare)
