@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
@@ -85,6 +85,19 @@ def caller() -> tuple[str, int]:
     while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
+
+
+def module_at_work(names: Mapping[int, str]) -> str | None:
+    """That whose method, whichever, is the innermost at work; ``names``: by their ``id``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and not code.co_filename.startswith(_OURS):
+            own = frame.f_locals.get(code.co_varnames[0])
+            if id(own) in names:
+                return names[id(own)]
+        frame = frame.f_back
+    return None
 
 
 def _is_method(frame: FrameType) -> bool:

@@ -11,23 +11,24 @@ Of most changes a mutant is run only where the candidate comes by the changed re
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.accused import Accused
 from driftlab.arithmetic.call_modes import Calls, Change, floating, parts
 from driftlab.arithmetic.difference import distance, finite_norm
+from driftlab.arithmetic.explanations import spelled
 from driftlab.arithmetic.flow import Flow, Scopes
 from driftlab.arithmetic.mutations import OPERANDS, SETTINGS, Operator, mutations, numbered
 from driftlab.arithmetic.prints import AGREE, Seen, prints
 from driftlab.arithmetic.torch_call import Call
 from driftlab.arithmetic.tracing import results_of
-from driftlab.blame import caller
+from driftlab.blame import caller, module_at_work
 from driftlab.network.calling import copied
 from driftlab.network.compiled import eager
 from driftlab.network.modules import is_torchs
@@ -88,6 +89,8 @@ class _Mutants:
         self._cases, first = cases, cases[0]
         self._network = copied(first.reference)
         self._earlier: list[Tensor] = []
+        self._names: dict[int, str] = {}
+        self._network.register_forward_pre_hook(self._naming())
         self._scopes = Scopes(self._network, self._entered)
         self.found: list[Mutant] = []
         self.signs: list[Mutant] = []
@@ -98,15 +101,20 @@ class _Mutants:
 
     def fitting(self, mutants: Sequence[Mutant]) -> list[Mutant]:
         """Those that fit, each by itself or at every call on its line."""
-        return [
-            one for mutant in mutants for one in self._alike(mutant) if self._runs > 0 and self._fits(one)
-        ]
+        tried = (one for mutant in mutants for one in self._alike(mutant) if self._runs > 0)
+        return [fit for one in tried if (fit := self._fit(one)) is not None]
 
     def _alike(self, mutant: Mutant) -> Iterator[Mutant]:
         yield mutant
         calls = self._lines[mutant.line]
         if len(calls) > 1 and min(calls) in mutant.calls:
             yield replace(mutant, words=f"{mutant.words}, each time", calls=frozenset(calls))
+
+    def _naming(self) -> Callable:
+        def name(twin: nn.Module, args: tuple) -> None:
+            self._names = {id(module): name for name, module in twin.named_modules()}
+
+        return name
 
     def _entered(self, tensors: object, scope: str) -> None:
         if not self._scopes.inside:
@@ -122,9 +130,10 @@ class _Mutants:
             self._lines.setdefault(line, set()).add(number)
             if _has(seen, out):  # the candidate's call is right
                 return out
-            here = Mutant(self._scopes.now, "", frozenset({number}), SETTINGS, None, line)
+            scope = module_at_work(self._names) or self._scopes.now
+            here = Mutant(scope, "", frozenset({number}), SETTINGS, None, line)
             if numbered(call):
-                self.found.append(replace(here, words=f"another number in `{call.name}`"))
+                self.found.append(replace(here, words=f"the number in `{call.name}`"))
             for which, words, _ in self._made(call, earlier, SETTINGS, out):
                 self.found.append(replace(here, words=words, which=which))
             here = replace(here, scope=self._handed_by(here.scope), operators=OPERANDS)
@@ -155,23 +164,26 @@ class _Mutants:
                 if [t.shape for t in parts(made)] == [t.shape for t in parts(out)]:
                     yield which, words, made
 
-    def _fits(self, mutant: Mutant) -> bool:
-        """With another number by the secant method, after none and the opposite."""
+    def _fit(self, mutant: Mutant) -> Mutant | None:
+        """The mutant, if it fits; with its number, which is found by the secant method."""
         if mutant.which is not None:
-            return self._agrees(self._changed(mutant, 1.0))
-        tried = [(1.0, -1.0)]
-        for times in (0.0, 1.01, *[None] * STEPS):
-            if times is None and (times := _secant(*tried[-2:])) is None:
-                return False
+            return mutant if self._agrees(self._changed(mutant, 1.0)) else None
+        if self._agrees(self._changed(mutant, 0.0)):
+            return replace(mutant, words=f"0 times {mutant.words}")
+        tried, times = [(1.0, -1.0)], 1.01
+        for _ in range(STEPS):
             results = self._changed(mutant, times)
-            if self._agrees(results):
-                return True
-            if not times:  # a shot, that may well divide by nothing
-                continue
             if (way := self._way(results)) is None:
-                return False
+                return None
             tried.append((times, way))
-        return False
+            better = _secant(*tried[-2:])
+            if self._agrees(results):
+                times = better or times
+                return replace(mutant, words=f"{spelled(times) or f'{times:.6g}'} times {mutant.words}")
+            if better is None:
+                return None
+            times = better
+        return None
 
     def _way(self, results: Results) -> float | None:
         """How far from the reference's result, -1, to the candidate's, 0."""

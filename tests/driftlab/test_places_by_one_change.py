@@ -125,11 +125,13 @@ def test_the_call_that_would_do_it_is_named_with_its_module(fault, module, pass_
     assert words in told(found)
 
 
-@pytest.mark.parametrize("times", [0.0, -1.5, 1.4999, 0.3, 8.0])
-def test_another_number_is_found(times):
-    found = judged(fault="another number", times=times)
+@pytest.mark.parametrize(
+    ("number", "times"), [(0.0, "0"), (-1.5, "-1"), (1.4999, "0.999933"), (0.75, "0.5"), (6.0, "4")]
+)
+def test_another_number_is_found(number, times):
+    found = judged(fault="another number", times=number)
     assert found.where.module == "blocks.1.gate"
-    assert "another number in `mul`" in told(found)
+    assert f"{times} times the number in `mul`" in told(found).replace("1/2 times", "0.5 times")
 
 
 @pytest.mark.parametrize("times", [0.5, 2.0, -1.0, 1.001])
@@ -140,9 +142,9 @@ def test_a_gradient_that_is_scaled_is_told_with_its_factor(times):
 
 
 def test_the_same_in_every_block_is_told_as_such():
-    found = judged(fault="another number", at=(0, 1), times=1.0)
+    found = judged(fault="another number", at=(0, 1), times=6.0)
     assert found.where.module == "blocks.0.gate"
-    assert "each time" in told(found)
+    assert "4 times the number in `mul`, each time" in told(found)
 
 
 class Frozen(Net):
