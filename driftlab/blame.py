@@ -79,12 +79,12 @@ def is_ours(error: BaseException, rooms: tuple[str, ...] = ()) -> bool:
     return False
 
 
-def caller() -> tuple[str, int]:
-    """File and line of the innermost code at work that is neither driftlab's nor torch's."""
+def caller() -> tuple[str, int, int]:
+    """File, line and place in it of the innermost code at work that is neither driftlab's nor torch's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
         frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame else ("", 0)
+    return (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti) if frame else ("", 0, 0)
 
 
 def module_at_work(names: Mapping[int, str]) -> str | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +26,9 @@ from driftlab.arithmetic.difference import distance, finite_norm
 from driftlab.arithmetic.explanations import spelled
 from driftlab.arithmetic.flow import Flow, Scopes
 from driftlab.arithmetic.mutations import OPERANDS, SETTINGS, Operator, mutations, numbered
+from driftlab.arithmetic.passes import in_arithmetic
 from driftlab.arithmetic.prints import AGREE, Seen, prints
+from driftlab.arithmetic.shadow import held
 from driftlab.arithmetic.torch_call import Call
 from driftlab.arithmetic.tracing import results_of
 from driftlab.blame import caller, module_at_work
@@ -34,7 +37,7 @@ from driftlab.network.compiled import eager
 from driftlab.network.modules import is_torchs
 
 # Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
-RUNS, ELEMENTS, STEPS = 300, 1e8, 10
+RUNS, ELEMENTS, STEPS = 600, 1e8, 10
 # Changed calls that are looked for among the candidate's values.
 LOOKED_AT = 10_000
 
@@ -49,22 +52,22 @@ class Mutant:
         scope: the module in which the first stands.
         words: what was changed.
         calls: their numbers.
-        operators: of which the change is one.
-        which: the number of the change among them; None for another number, which is to be found.
-        line: of code, on which they stand.
+        operator: of which the change is one; None for another number, which is to be found.
+        which: the number of the change among its.
+        line: of code, and the place in it, where they stand.
     """
 
     scope: str
     words: str
     calls: frozenset[int]
-    operators: tuple[Operator, ...]
-    which: int | None
+    operator: Operator | None
+    which: int
     line: tuple = ()
 
     def change(self, call: Call, earlier: Sequence[Tensor], times: float) -> Any:
-        if self.which is None:
+        if self.operator is None:
             return numbered(call)(times)
-        made = (make for _, make in mutations(call, earlier, self.operators))
+        made = (make for _, make in mutations(call, earlier, self.operator))
         return next((make for i, make in enumerate(made) if i == self.which), call.run)()
 
 
@@ -92,11 +95,13 @@ class _Mutants:
         self._names: dict[int, str] = {}
         self._network.register_forward_pre_hook(self._naming())
         self._scopes = Scopes(self._network, self._entered)
+        self._twin = _Anew(in_arithmetic(self._network, first.arithmetic))
         self.found: list[Mutant] = []
         self.signs: list[Mutant] = []
         self._lines: dict[tuple, set[int]] = {}
         self._elements = self._looked_at = 0
         self._results(self._looking(candidate.seen()))
+        self.found.sort(key=lambda m: SETTINGS.index(m.operator) if m.operator else -1)
         self._runs = min(RUNS, ELEMENTS / max(1, self._elements))
 
     def fitting(self, mutants: Sequence[Mutant]) -> list[Mutant]:
@@ -131,15 +136,13 @@ class _Mutants:
             if _has(seen, out):  # the candidate's call is right
                 return out
             scope = module_at_work(self._names) or self._scopes.now
-            here = Mutant(scope, "", frozenset({number}), SETTINGS, None, line)
+            here = Mutant(scope, "", frozenset({number}), None, 0, line)
             if numbered(call):
                 self.found.append(replace(here, words=f"the number in `{call.name}`"))
-            for which, words, _ in self._made(call, earlier, SETTINGS, out):
-                self.found.append(replace(here, words=words, which=which))
-            here = replace(here, scope=self._handed_by(here.scope), operators=OPERANDS)
-            for which, words, made in self._made(call, earlier, OPERANDS, out):
-                if _has(seen, made) or _has(seen, out) is None:
-                    self.signs.append(replace(here, words=words, which=which))
+            self.found += (m for m, _ in self._made(here, SETTINGS, call, earlier, out))
+            here = replace(here, scope=self._handed_by(scope))
+            signs = self._made(here, OPERANDS, call, earlier, out)
+            self.signs += (m for m, made in signs if _has(seen, made))
             return out
 
         return look
@@ -149,24 +152,26 @@ class _Mutants:
         return scope.rpartition(".")[0] if is_torchs(self._network.get_submodule(scope)) else scope
 
     def _made(
-        self, call: Call, earlier: Sequence[Tensor], operators: Sequence[Operator], out: Any
-    ) -> Iterator[tuple[int, str, Any]]:
-        """Changed results that have the right one's shape."""
+        self, here: Mutant, operators: Sequence[Operator], call: Call, earlier: Sequence[Tensor], out: Any
+    ) -> Iterator[tuple[Mutant, Any]]:
+        """With their results, which have the right one's shape."""
+        shapes = [t.shape for t in parts(out)]
         with torch.no_grad():
-            for which, (words, make) in enumerate(mutations(call, earlier, operators)):
-                self._looked_at += 1
-                if self._looked_at > LOOKED_AT:
-                    return
-                try:
-                    made = make()
-                except Exception:  # it takes no such argument
-                    continue
-                if [t.shape for t in parts(made)] == [t.shape for t in parts(out)]:
-                    yield which, words, made
+            for operator in operators:
+                for which, (words, make) in enumerate(mutations(call, earlier, operator)):
+                    self._looked_at += 1
+                    if self._looked_at > LOOKED_AT:
+                        return
+                    try:
+                        made = make()
+                    except Exception:  # it takes no such argument
+                        continue
+                    if [t.shape for t in parts(made)] == shapes:
+                        yield replace(here, words=words, operator=operator, which=which), made
 
     def _fit(self, mutant: Mutant) -> Mutant | None:
         """The mutant, if it fits; with its number, which is found by the secant method."""
-        if mutant.which is not None:
+        if mutant.operator is not None:
             return mutant if self._agrees(self._changed(mutant, 1.0)) else None
         if self._agrees(self._changed(mutant, 0.0)):
             return replace(mutant, words=f"0 times {mutant.words}")
@@ -219,8 +224,40 @@ class _Mutants:
         self._earlier.clear()
         first = self._cases[0]
         settings = first.call, first.arithmetic, first.difference.pass_, first.seed
+        twin = self._twin.begun()
         with eager(), Calls(self._scopes, self._earlier, change):
-            return results_of(self._network, *settings)
+            return results_of(twin, *settings)
+
+
+class _Anew:
+    """A network that begins each run as it was: a copy for each would take as long as the run."""
+
+    def __init__(self, network: nn.Module):
+        self._network = network
+        self._states = [(module, _state(module)) for module in network.modules()]
+        self._values = [(held(t).detach(), held(t).detach().clone()) for t in _tensors(network)]
+
+    @torch.no_grad()
+    def begun(self) -> nn.Module:
+        for module, state in self._states:
+            vars(module).clear()
+            vars(module).update(_copies(state))
+        for tensor, values in self._values:
+            tensor.copy_(values)
+        return self._network
+
+
+def _state(module: nn.Module) -> dict:
+    return _copies(vars(module))
+
+
+def _copies(state: dict) -> dict:
+    """One level deep, as the tables of a module's tensors lie."""
+    return {name: copy(value) if isinstance(value, dict | list) else value for name, value in state.items()}
+
+
+def _tensors(network: nn.Module) -> list[Tensor]:
+    return [*network.parameters(), *network.buffers()]
 
 
 def _secant(*tried: tuple[float, float]) -> float | None:

@@ -48,15 +48,14 @@ def numbered(call: Call) -> Callable[[float], Any] | None:
     return None
 
 
-def mutations(call: Call, earlier: Sequence[Tensor], operators: Sequence[Operator]) -> Iterator[Mutation]:
+def mutations(call: Call, earlier: Sequence[Tensor], operator: Operator) -> Iterator[Mutation]:
     """Of a call that draws nothing and is more than another view.
 
     Args:
         earlier: the floating values that were made before.
     """
     if call.name not in (*_DRAWS, *_MOVES):
-        for operator in operators:
-            yield from operator(call, earlier)
+        yield from operator(call, earlier)
 
 
 def _altered(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
@@ -83,23 +82,25 @@ def _parts_exchanged(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation
             yield words, lambda order=tuple(order): tuple(call.run()[k] for k in order)
 
 
-def _terms(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """An operand that is nothing, or has the other sign."""
+def _integers(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
+    """Positions that are one off or of the other sign, a mask that is inverted or nowhere."""
     for place, tensor in enumerate(call.tensors):
         if tensor.dtype is torch.bool:
             yield _with(call, place, "inverted", ~tensor)
-        else:
+            yield _with(call, place, "that is false everywhere", torch.zeros_like(tensor))
+        elif not tensor.is_floating_point() and not tensor.is_complex():
             yield _with(call, place, "negated", -tensor)
-        if len(call.tensors) > 1 or tensor.dtype is torch.bool:
-            yield _with(call, place, "left out", torch.zeros_like(tensor))
-
-
-def _positions(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """Integers that are one off."""
-    for place, tensor in enumerate(call.tensors):
-        if not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool:
             yield _with(call, place, "one more", tensor + 1)
             yield _with(call, place, "one less", tensor - 1)
+
+
+def _terms(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
+    """An operand that is nothing, or has the other sign."""
+    for place, tensor in enumerate(call.tensors):
+        if tensor.is_floating_point():
+            yield _with(call, place, "negated", -tensor)
+            if len(call.tensors) > 1:
+                yield _with(call, place, "left out", torch.zeros_like(tensor))
 
 
 def _dims(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
@@ -140,5 +141,5 @@ def _with(call: Call, place: int, words: str, tensor: Tensor) -> Mutation:
     return f"{which} `{call.name}` {words}", call.with_tensor(place, tensor).run
 
 
-SETTINGS = (_altered, _left_out, _parts_exchanged, _dims)
-OPERANDS = (_terms, _positions, _turned, _others)
+SETTINGS = (_altered, _integers, _parts_exchanged, _left_out, _dims)
+OPERANDS = (_terms, _turned, _others)

@@ -146,11 +146,12 @@ def flow_of(
         return _backward(twin, whole, given, arithmetic, dict(twin.named_parameters()) | inputs)
 
 
-def results_of(
-    network: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int
-) -> dict[str, Tensor]:
-    """Of the forward pass alone, float64: the outputs by their names, and the loss in training."""
-    twin = in_arithmetic(network, arithmetic)
+def results_of(twin: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int) -> dict[str, Tensor]:
+    """Of the forward pass alone, float64: the outputs by their names, and the loss in training.
+
+    Args:
+        twin: made by ``in_arithmetic``.
+    """
     with computing(arithmetic):
         given = own_copies(fresh_inputs(whole, arithmetic, []))
         seed_random_layers(seed)
