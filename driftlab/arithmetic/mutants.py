@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.accused import Accused
+from driftlab.arithmetic.anew import Anew
 from driftlab.arithmetic.call_modes import Calls, Change, floating, parts
 from driftlab.arithmetic.difference import distance, finite_norm
 from driftlab.arithmetic.explanations import spelled
@@ -28,13 +28,13 @@ from driftlab.arithmetic.flow import Flow, Scopes
 from driftlab.arithmetic.mutations import OPERANDS, SETTINGS, Operator, mutations, numbered
 from driftlab.arithmetic.passes import in_arithmetic
 from driftlab.arithmetic.prints import AGREE, Seen, prints
-from driftlab.arithmetic.shadow import held
 from driftlab.arithmetic.torch_call import Call
 from driftlab.arithmetic.tracing import results_of
 from driftlab.blame import caller, module_at_work
 from driftlab.network.calling import copied
 from driftlab.network.compiled import eager
 from driftlab.network.modules import is_torchs
+from driftlab.rounding import HALFWAY_BITS
 
 # Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
 RUNS, ELEMENTS, STEPS = 600, 1e8, 10
@@ -95,7 +95,7 @@ class _Mutants:
         self._names: dict[int, str] = {}
         self._network.register_forward_pre_hook(self._naming())
         self._scopes = Scopes(self._network, self._entered)
-        self._twin = _Anew(in_arithmetic(self._network, first.arithmetic))
+        self._twin = Anew(in_arithmetic(self._network, first.arithmetic))
         self.found: list[Mutant] = []
         self.signs: list[Mutant] = []
         self._lines: dict[tuple, set[int]] = {}
@@ -105,9 +105,13 @@ class _Mutants:
         self._runs = min(RUNS, ELEMENTS / max(1, self._elements))
 
     def fitting(self, mutants: Sequence[Mutant]) -> list[Mutant]:
-        """Those that fit, each by itself or at every call on its line."""
-        tried = (one for mutant in mutants for one in self._alike(mutant) if self._runs > 0)
-        return [fit for one in tried if (fit := self._fit(one)) is not None]
+        """Those that fit, by themselves or at every call on their line; of the first operator that has any."""
+        found: list[Mutant] = []
+        for one in (one for mutant in mutants for one in self._alike(mutant)):
+            if self._runs <= 0 or (found and one.operator is not found[0].operator):
+                break
+            found += filter(None, [self._fit(one)])
+        return found
 
     def _alike(self, mutant: Mutant) -> Iterator[Mutant]:
         yield mutant
@@ -200,12 +204,15 @@ class _Mutants:
         return way if math.isfinite(way) else None
 
     def _agrees(self, results: Results) -> bool:
-        """In every quantity, but for rounding."""
+        """In every quantity, but for rounding, which leaves next to nothing of the difference."""
         for case in self._cases:
             found = results.get(case.difference.name)
             if found is None or found.shape != case.theirs.shape:
                 return False
-            if not distance(case.theirs, found) <= max(case.rounding, AGREE * finite_norm(case.theirs)):
+            left = distance(case.theirs, found)
+            if not left <= max(case.rounding, AGREE * finite_norm(case.theirs)):
+                return False
+            if case is self._cases[0] and not left * HALFWAY_BITS <= case.apart:
                 return False
         return True
 
@@ -227,37 +234,6 @@ class _Mutants:
         twin = self._twin.begun()
         with eager(), Calls(self._scopes, self._earlier, change):
             return results_of(twin, *settings)
-
-
-class _Anew:
-    """A network that begins each run as it was: a copy for each would take as long as the run."""
-
-    def __init__(self, network: nn.Module):
-        self._network = network
-        self._states = [(module, _state(module)) for module in network.modules()]
-        self._values = [(held(t).detach(), held(t).detach().clone()) for t in _tensors(network)]
-
-    @torch.no_grad()
-    def begun(self) -> nn.Module:
-        for module, state in self._states:
-            vars(module).clear()
-            vars(module).update(_copies(state))
-        for tensor, values in self._values:
-            tensor.copy_(values)
-        return self._network
-
-
-def _state(module: nn.Module) -> dict:
-    return _copies(vars(module))
-
-
-def _copies(state: dict) -> dict:
-    """One level deep, as the tables of a module's tensors lie."""
-    return {name: copy(value) if isinstance(value, dict | list) else value for name, value in state.items()}
-
-
-def _tensors(network: nn.Module) -> list[Tensor]:
-    return [*network.parameters(), *network.buffers()]
 
 
 def _secant(*tried: tuple[float, float]) -> float | None:

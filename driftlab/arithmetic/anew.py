@@ -1,0 +1,44 @@
+"""One copy of a network for many runs, each of which finds it as it was at first."""
+
+from __future__ import annotations
+
+from copy import copy
+
+import torch
+from torch import Tensor, nn
+
+from driftlab.arithmetic.shadow import held
+
+
+class Anew:
+    """What a run may leave is put back before the next: values of tensors, and attributes of modules.
+
+    Attributes that are written into (but tables and lists of them) are not; a copy for each run would put
+    these back as well, and take as long as the run.
+    """
+
+    def __init__(self, network: nn.Module):
+        self._network = network
+        self._states = [(module, _copies(vars(module))) for module in network.modules()]
+        tensors = (*network.parameters(), *network.buffers())
+        self._values: list[tuple[Tensor, Tensor]] = []
+        for values in map(_values, tensors):
+            self._values.append((values, values.clone()))
+
+    @torch.no_grad()
+    def begun(self) -> nn.Module:
+        for module, state in self._states:
+            vars(module).clear()
+            vars(module).update(_copies(state))
+        for tensor, values in self._values:
+            tensor.copy_(values)
+        return self._network
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return held(tensor).detach()
+
+
+def _copies(state: dict) -> dict:
+    """One level deep, as the tables of a module's tensors lie."""
+    return {name: copy(value) if isinstance(value, dict | list) else value for name, value in state.items()}
