@@ -4,6 +4,6 @@
 shown was mended. Nine labels were widened when they had been judged: a right pair may be equal bit for bit
 (5), or its reference diverge (3), and rounding to bfloat16 be called fewer bits (1).
 
-``sixth_*``, four networks in flat code, was judged when modules had learnt to be silenced, ``seventh_*``, five
-more, when one change of the reference had learnt to tell the place.
+``sixth_*``, four networks in flat code, was judged when modules had learnt to be silenced; ``seventh_*``,
+five more, when one change of the reference had learnt to tell the place.
 """

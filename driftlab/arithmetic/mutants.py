@@ -105,7 +105,7 @@ class _Mutants:
         self._runs = min(RUNS, ELEMENTS / max(1, self._elements))
 
     def fitting(self, mutants: Sequence[Mutant]) -> list[Mutant]:
-        """Those that fit, by themselves or at every call on their line; of the first operator that has any."""
+        """Those that fit, alone or at every call on their line; of the first operator that has any."""
         found: list[Mutant] = []
         for one in (one for mutant in mutants for one in self._alike(mutant)):
             if self._runs <= 0 or (found and one.operator is not found[0].operator):
