@@ -80,8 +80,8 @@ def common_parent(names: Iterable[str]) -> str:
 
 
 def is_torchs(module: nn.Module) -> bool:
-    """Whether its code is torch's own, which takes what it is given."""
-    return type(module).__module__.startswith("torch.nn.")
+    """Whether it is a layer of torch's own without parts, which takes what it is given."""
+    return type(module).__module__.startswith("torch.nn.") and not any(module.children())
 
 
 def only_holds(module: nn.Module) -> bool:
