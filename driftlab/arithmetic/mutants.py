@@ -37,7 +37,7 @@ from driftlab.network.modules import is_torchs
 from driftlab.rounding import HALFWAY_BITS
 
 # Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
-RUNS, ELEMENTS, STEPS = 600, 1e8, 10
+RUNS, ELEMENTS, STEPS = 400, 1e8, 10
 # Changed calls that are looked for among the candidate's values.
 LOOKED_AT = 10_000
 

@@ -24,6 +24,14 @@ OTHERS = 16
 _DRAWS = ("dropout", "rand", "randn", "randint", "bernoulli", "multinomial", "normal", "alpha_dropout")
 _ALONG = ("sum", "mean", "softmax", "log_softmax", "amax", "amin", "logsumexp", "cumsum", "std", "var")
 _BOTH_WAYS = ("add", "mul", "maximum", "minimum")
+# These take any integers, or refuse those that are none of theirs. A recurrent layer's kernel that is given other
+# lengths writes where it may not.
+_CHECKED = (
+    *("add", "sub", "rsub", "mul", "floordiv", "floor_divide", "remainder", "mod", "clamp", "abs", "neg"),
+    *("minimum", "maximum", "ge", "gt", "le", "lt", "eq", "ne", "and", "or", "xor", "invert", "bool"),
+    *("logical_and", "logical_or", "logical_not", "where", "masked_fill", "getitem", "gather", "cumsum"),
+    *("embedding", "index_select", "take_along_dim"),
+)
 # They give the numbers that they are given.
 _MOVES = (
     *("view", "reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "movedim"),
@@ -84,7 +92,7 @@ def _parts_exchanged(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation
 
 def _integers(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """Positions that are one off or of the other sign, a mask that is inverted or nowhere."""
-    for place, tensor in enumerate(call.tensors):
+    for place, tensor in enumerate(call.tensors if call.name in _CHECKED else ()):
         if tensor.dtype is torch.bool:
             yield _with(call, place, "inverted", ~tensor)
             yield _with(call, place, "that is false everywhere", torch.zeros_like(tensor))
@@ -112,6 +120,8 @@ def _dims(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
 def _turned(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """Dimensions of one size exchanged, or the numbers along one in another order."""
     for place, tensor in enumerate(call.tensors):
+        if not tensor.is_floating_point():
+            continue
         for one, other in combinations(range(tensor.dim()), 2):
             if tensor.shape[one] == tensor.shape[other] > 1:
                 words = f"with dimensions {one} and {other} exchanged"
@@ -123,7 +133,8 @@ def _turned(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
                 words = f"with its halves along dimension {dim} exchanged"
                 yield _with(call, place, words, tensor.roll(size // 2, dim))
     for (i, one), (j, other) in combinations(enumerate(call.tensors), 2):
-        if one.shape == other.shape and call.name not in _BOTH_WAYS:
+        floating = one.is_floating_point() and other.is_floating_point()
+        if floating and one.shape == other.shape and call.name not in _BOTH_WAYS:
             words = f"operands {i + 1} and {j + 1} of `{call.name}` exchanged"
             yield words, call.with_tensor(i, other).with_tensor(j, one).run
 

@@ -43,10 +43,15 @@ def gradient_stop(found: Examination, wrong: list[Difference]) -> Stop | None:
 
 
 def changed_call(found: Examination, difference: Difference, place: str) -> Mutant | None:
-    """The call in which a mistake would make the outputs what they are: at ``place``, else the first."""
+    """The call in which a mistake would make the outputs what they are: at ``place``, else the first.
+
+    Asked on a CPU alone.
+    """
     arithmetic, pair, pass_ = found.exact_arithmetic, found.pair, difference.pass_
     if arithmetic is None or pass_ not in FORWARD:
         return None
+    if any(p.device.type != "cpu" for p in pair.reference.parameters()):
+        return None  # a mistaken index ends everything that runs on a GPU
     arithmetic = "float64" if found.float64 and difference.excess("float64") > 1 else arithmetic  # the faster
     try:
         mine, theirs = (read[pass_] for read in _both(found, arithmetic, evaluate=pass_ == "eval"))

@@ -1,0 +1,60 @@
+"""Changes of one call: what they leave alone."""
+
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.overrides import TorchFunctionMode
+
+from driftlab.arithmetic.mutations import OPERANDS, SETTINGS, mutations, numbered
+from driftlab.arithmetic.torch_call import Call
+
+
+class Kept(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.calls.append(Call(func, tuple(args), kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def made(call):
+    """The changed calls, where a change is another operand."""
+    changes = (make for operator in (*SETTINGS, *OPERANDS) for _, make in mutations(call, [], operator))
+    return [make.__self__ for make in changes if isinstance(getattr(make, "__self__", None), Call)]
+
+
+def integers(call):
+    return [t for t in call.tensors if not t.is_floating_point()]
+
+
+def test_the_lengths_of_a_recurrent_layer_are_left_alone():
+    # its kernel trusts them: others were seen to corrupt the process's memory
+    packed = pack_padded_sequence(torch.randn(5, 3, 4), torch.tensor([5, 3, 2]))
+    with Kept() as kept:
+        torch.nn.LSTM(4, 4)(packed)
+    call = next(c for c in kept.calls if c.name == "lstm")
+    assert integers(call)
+    assert made(call)
+    for other in made(call):
+        for mine, theirs in zip(integers(call), integers(other), strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_positions_and_masks_are_changed_where_they_are_checked():
+    call = Call(torch.ge, (torch.arange(4), torch.arange(4).flip(0)), {})
+    assert len(made(call)) == 6
+    call = Call(torch.where, (torch.tensor([True, False]), torch.ones(2), torch.zeros(2)), {})
+    assert any(torch.equal(other.tensors[0], ~call.tensors[0]) for other in made(call))
+
+
+def test_what_draws_and_what_moves_is_left_alone():
+    assert not made(Call(torch.dropout, (torch.ones(4), 0.5, True), {}))
+    assert not made(Call(torch.reshape, (torch.ones(4, 4), (16,)), {}))
+
+
+def test_the_number_of_an_attention_is_its_scale():
+    query = torch.randn(2, 3, 4)
+    call = Call(torch.nn.functional.scaled_dot_product_attention, (query, query, query), {})
+    torch.testing.assert_close(numbered(call)(1.0), call.run())
+    torch.testing.assert_close(numbered(call)(0.0), query.mean(1, keepdim=True).expand(2, 3, 4))
