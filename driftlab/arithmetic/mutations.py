@@ -24,8 +24,8 @@ OTHERS = 16
 _DRAWS = ("dropout", "rand", "randn", "randint", "bernoulli", "multinomial", "normal", "alpha_dropout")
 _ALONG = ("sum", "mean", "softmax", "log_softmax", "amax", "amin", "logsumexp", "cumsum", "std", "var")
 _BOTH_WAYS = ("add", "mul", "maximum", "minimum")
-# These take any integers, or refuse those that are none of theirs. The kernel of a recurrent layer, given other
-# lengths writes where it may not.
+# These take any integers, or refuse those that are none of theirs. The kernel of a recurrent layer, given
+# other lengths, writes where it may not.
 _CHECKED = (
     *("add", "sub", "rsub", "mul", "floordiv", "floor_divide", "remainder", "mod", "clamp", "abs", "neg"),
     *("minimum", "maximum", "ge", "gt", "le", "lt", "eq", "ne", "and", "or", "xor", "invert", "bool"),
