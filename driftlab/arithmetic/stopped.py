@@ -31,6 +31,8 @@ MOVED = 1e-6
 DIRECTIONS, NEAR = 3, 1e-4
 # What of a difference may be left where it is explained by a run.
 LEFT = 1e-6
+# Gradients that are kept, as numbers of 8 bytes: of a network that sends more back nothing is told.
+KEPT = 5e7
 
 Gradients = dict[str, Tensor]
 
@@ -79,6 +81,7 @@ class _Ways:
     def __init__(self, network: nn.Module, whole: Recorded, arithmetic: str, seed: int):
         self._network = copied(network)
         self._operands: Operands | None = None
+        self._kept = 0
         self._modules = dict(self._network.named_modules())
         for name, module in self._modules.items():  # before it is at work: what its caller hands on
             if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
@@ -94,6 +97,8 @@ class _Ways:
 
     def stopped(self, lacks: Mapping[str, Tensor]) -> Stop | None:
         operands = self._sent()
+        if not operands:
+            return None
         shares = [self._shares(operands, along, lacks) for along in self._directions(lacks)]
         found = [key for key in operands if _agree([s.get(key, 0.0) for s in shares])]
         if not found:
@@ -122,6 +127,10 @@ class _Ways:
             scope, weight = self._scopes.now, tensor.is_leaf
 
             def keep(gradient: Tensor) -> None:
+                self._kept += gradient.numel()
+                if self._kept > KEPT:
+                    found.clear()
+                    return
                 before = found[key].sent if key in found else 0.0
                 found[key] = _Operand(scope, function, weight, before + held(gradient).detach().double())
 
