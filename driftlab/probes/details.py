@@ -6,6 +6,7 @@ from driftlab.arithmetic.accused import Accused, accused, worst_element
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.explaining import explained
 from driftlab.arithmetic.local import FEW_SAMPLES, Local
+from driftlab.arithmetic.locating import BACKWARD
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.sizes import batch_of
 from driftlab.blame import described
@@ -28,7 +29,10 @@ def details(found: Examination, module: str, difference: Difference, few: bool, 
         case = _whole(found, difference) if not module else _of_module(found.local, module, difference, few)
         if case is None:
             return ""
-        return "\n".join(filter(None, [_leaves(found), worst_element(case), known or explained(case)]))
+        # of one gradient by itself an explanation says less than what stops all that are wrong
+        told = known and difference.pass_ in BACKWARD
+        why = known if told else explained(case) or known
+        return "\n".join(filter(None, [_leaves(found), worst_element(case), why]))
     except Exception as error:  # a hint is not worth a verdict, and a mistake in it is not passed over
         return f"driftlab failed to look at it more closely, please report it: {described(error)}"
 
