@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import copy
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from driftlab.arithmetic.shadow import held
 
@@ -20,10 +20,8 @@ class Anew:
     def __init__(self, network: nn.Module):
         self._network = network
         self._states = [(module, _copies(vars(module))) for module in network.modules()]
-        tensors = (*network.parameters(), *network.buffers())
-        self._values: list[tuple[Tensor, Tensor]] = []
-        for values in map(_values, tensors):
-            self._values.append((values, values.clone()))
+        values = [held(t).detach() for t in (*network.parameters(), *network.buffers())]
+        self._values = [(own, own.clone()) for own in values]
 
     @torch.no_grad()
     def begun(self) -> nn.Module:
@@ -33,10 +31,6 @@ class Anew:
         for tensor, values in self._values:
             tensor.copy_(values)
         return self._network
-
-
-def _values(tensor: Tensor) -> Tensor:
-    return held(tensor).detach()
 
 
 def _copies(state: dict) -> dict:

@@ -11,12 +11,12 @@ Of most changes a mutant is run only where the candidate comes by the changed re
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.accused import Accused
@@ -92,10 +92,10 @@ class _Mutants:
         self._cases, first = cases, cases[0]
         self._network = copied(first.reference)
         self._earlier: list[Tensor] = []
-        self._names: dict[int, str] = {}
-        self._network.register_forward_pre_hook(self._naming())
         self._scopes = Scopes(self._network, self._entered)
-        self._twin = Anew(in_arithmetic(self._network, first.arithmetic))
+        twin = in_arithmetic(self._network, first.arithmetic)
+        self._names = {id(module): name for name, module in twin.named_modules()}
+        self._twin = Anew(twin)
         self.found: list[Mutant] = []
         self.signs: list[Mutant] = []
         self._lines: dict[tuple, set[int]] = {}
@@ -120,12 +120,6 @@ class _Mutants:
         calls = self._lines[mutant.line]
         if len(calls) > 1 and min(calls) in mutant.calls:
             yield replace(mutant, words=f"{mutant.words}, each time", calls=frozenset(calls))
-
-    def _naming(self) -> Callable:
-        def name(twin: nn.Module, args: tuple) -> None:
-            self._names = {id(module): name for name, module in twin.named_modules()}
-
-        return name
 
     def _entered(self, tensors: object, scope: str) -> None:
         if not self._scopes.inside:
