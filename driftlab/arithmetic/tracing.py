@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -155,12 +155,20 @@ def results_of(twin: nn.Module, whole: Recorded, arithmetic: str, pass_: str, se
     with computing(arithmetic):
         given = own_copies(fresh_inputs(whole, arithmetic, []))
         seed_random_layers(seed)
-        with evaluation_mode(twin) if pass_ == "eval" else nullcontext():
-            outputs = whole.called(twin, given, arithmetic)
-            ends = named_leaves(outputs)
-            if pass_ != "eval" and whole.loss is not None:
-                ends[LOSS] = whole.measured(twin, outputs, arithmetic)
+        ends, loss = _ends(twin, whole, given, arithmetic, pass_ == "eval")
+    ends |= {} if loss is None else {LOSS: loss}
     return {name: held(tensor).detach().double().cpu() for name, tensor in ends.items()}
+
+
+def _ends(
+    twin: nn.Module, whole: Recorded, given: tuple, arithmetic: str, evaluate: bool
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """The outputs by their names, and the loss, which evaluation has not."""
+    with evaluation_mode(twin) if evaluate else nullcontext():
+        outputs = whole.called(twin, given, arithmetic)
+        measured = not evaluate and whole.loss is not None
+        loss = whole.measured(twin, outputs, arithmetic) if measured else None
+    return named_leaves(outputs), loss
 
 
 def _forward(
@@ -170,14 +178,9 @@ def _forward(
     recorder = Recorder(Scopes(twin), moved)
     inputs = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
     recorder.given(list(twin.parameters()), inputs)
-    with ExitStack() as inside:
-        inside.enter_context(recorder)
-        if evaluate:
-            inside.enter_context(evaluation_mode(twin))
-        outputs = whole.called(twin, given, arithmetic)
-        ends = named_leaves(outputs)
-        if not evaluate and whole.loss is not None:
-            ends = {"loss": whole.measured(twin, outputs, arithmetic)} | ends
+    with recorder:
+        ends, loss = _ends(twin, whole, given, arithmetic, evaluate)
+        ends = ends if loss is None else {"loss": loss} | ends
         recorder.flow.results = {name: recorder.number(tensor) for name, tensor in ends.items()}
     recorder.flow.ends = {name: held(tensor).detach().double() for name, tensor in ends.items()}
     return recorder.flow
