@@ -14,8 +14,8 @@ from driftlab.network.pair import Pair
 from driftlab.probes.local_windows import PROBE
 from driftlab.record.local_windows import as_record, windows_of
 from driftlab.record.seed_record import Row, SeedRecord
-from driftlab.verdict.envelope import PAIRS, first_excess, honoured, pair_with_controls, window_pair
-from driftlab.verdict.evidence import PASSES
+from driftlab.verdict.envelope import first_excess, honoured, pair_with_controls, window_pair
+from driftlab.verdict.evidence import same_bits
 from driftlab.verdict.in_16_bits import asked_in_16_bits
 from driftlab.verdict.outcomes import part_of_a_training
 from driftlab.verdict.rules import judge
@@ -85,10 +85,8 @@ def look_briefly(pair: Pair, batches: Sequence[Batch], begins: int) -> Diagnosis
     stays = all_stay(rows, found)
     if stays.evidence.supports is None:
         return None
-    distances = [f"{kind}/candidate.{dtype}" for kind, _ in PASSES for dtype in PAIRS]
-    same = not any(row.get(column, 0.0) for row in rows for column in distances)
-    verdict = Verdict.BIT_IDENTICAL if same else Verdict.ROUND_OFF
     record = _record(rows, found)
+    verdict = same_bits([record], "candidate").supports or Verdict.ROUND_OFF
     said = f"the same function: {stays.evidence.reading}"
     return Diagnosis(verdict, said, None, [stays.evidence], torch.get_num_threads(), record.curves, record)
 

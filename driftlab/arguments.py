@@ -185,10 +185,16 @@ def moved_by(scheduler: Any) -> Callable[[Optimizer], LRScheduler | None] | None
     return made
 
 
+def is_above_0(number: Any) -> bool:
+    """Whether it is a number above 0, and finite."""
+    counts = isinstance(number, int | float) and not isinstance(number, bool)
+    return counts and 0 < number <= sys.float_info.max
+
+
 def clipped_by(clip: Any) -> Callable[[nn.Module], object] | None:
     """``clip`` of a module's parameters. Raises DiagnoseError where it is neither a norm nor a function."""
     if clip is None or callable(clip):
         return clip and (lambda module: theirs(clip, module.parameters()))
-    if isinstance(clip, bool) or not isinstance(clip, int | float) or not 0 < clip <= sys.float_info.max:
+    if not is_above_0(clip):
         raise DiagnoseError(f"clip is {shown(clip)}: give a norm above 0, or a function of the parameters")
     return lambda module: nn.utils.clip_grad_norm_(module.parameters(), clip)

@@ -8,7 +8,6 @@ long the training; a fault that sets in late shows at the first look after it.
 
 from __future__ import annotations
 
-import sys
 import time
 import warnings
 from collections import deque
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from driftlab.along import look_briefly
-from driftlab.arguments import clipped_by, stepping, the_batches
+from driftlab.arguments import clipped_by, is_above_0, stepping, the_batches
 from driftlab.arithmetic.counters import Counters
 from driftlab.arithmetic.passes import on_batch
 from driftlab.diagnosis import Diagnosis, made_pair, of_pair
@@ -133,7 +132,7 @@ class Watch:
             raise DiagnoseError(f"candidate is a {kind}: give the function that rewrites a copy of the model")
         if not isinstance(optimizer, Optimizer):
             raise DiagnoseError(f"optimizer is a {type(optimizer).__name__}: give the model's, in use")
-        if not isinstance(budget, int | float) or not 0 < budget <= sys.float_info.max:
+        if not is_above_0(budget):
             raise DiagnoseError(
                 f"budget is {shown(budget)}: give a share of the training's time, such as 0.05"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from enum import StrEnum
@@ -224,6 +225,10 @@ class Excess:
         return max(0, self.step - 1) if pass_ == "update" else self.step
 
 
+# A step, or the update that begins at it, as sentences name it.
+_NUMBERED = re.compile(r"\b(step|update) (\d+)\b")
+
+
 @dataclass(frozen=True)
 class Judgement:
     """A verdict with its reasons."""
@@ -236,12 +241,13 @@ class Judgement:
 
     def begun_at(self, step: int) -> Judgement:
         """The same of steps that are counted from ``step`` on, in its place and its sentences."""
-        if self.where is None or step == 0:
-            return self
-        where = replace(self.where, step=self.where.step + step)
-        told = (str(self.where), str(where))
-        evidence = [replace(e, reading=e.reading.replace(*told)) for e in self.evidence]
-        return replace(self, headline=self.headline.replace(*told), evidence=evidence, where=where)
+
+        def later(text: str) -> str:
+            return _NUMBERED.sub(lambda found: f"{found[1]} {int(found[2]) + step}", text)
+
+        where = self.where and replace(self.where, step=self.where.step + step)
+        evidence = [replace(e, reading=later(e.reading)) for e in self.evidence]
+        return replace(self, headline=later(self.headline), evidence=evidence, where=where)
 
     def as_dict(self) -> dict[str, Any]:
         """As ``verdict.json`` has it."""

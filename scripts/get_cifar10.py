@@ -4,6 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from suite.command import supervision
 
 if __name__ == "__main__":

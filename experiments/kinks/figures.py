@@ -28,7 +28,7 @@ def figure(values: Values) -> Figure:
         f"Top: a line a seed (n = {len(values)}). Bottom: float32, mean of the steps in each half decade; "
         "bar: their middle 90 %; line: counted as predicted; band: middle 90 % of a Poisson count."
     )
-    title = "Drift jumps at the first flip, and flips can be predicted"
+    title = "The drift of the weights, and flips as predicted and as counted"
     return Figure("kinks", title, partial(_draw, values), caption, aspect=1.3)
 
 

@@ -36,8 +36,14 @@ def told(stands: Callable[[], str]) -> Iterator[None]:
 
 
 def let_end(error: BaseException) -> None:
-    """For whoever catches all that the user's code raises: what asks this process to end is raised again."""
-    if isinstance(error, Stopped | KeyboardInterrupt | SystemExit):
+    """For whoever catches all that the user's code raises: what is not its fault is raised again.
+
+    That is what asks this process to end, and a lack of memory: fewer seeds at a time may fit.
+    """
+    cause = error.__cause__  # Hydra wraps what a target raises
+    if cause is not None and is_out_of_memory(cause):
+        raise cause
+    if isinstance(error, Stopped | KeyboardInterrupt | SystemExit) or is_out_of_memory(error):
         raise error
 
 

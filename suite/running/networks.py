@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from driftlab.blame import described, is_out_of_memory
+from driftlab.blame import described
 from driftlab.fold import FoldError, find_fold
 from driftlab.lockstep.arm import Arm, grow, unfolded
 from driftlab.lockstep.arm import make_arm as arm_of
@@ -45,8 +45,6 @@ def build_reference(settings: DictConfig, data_set: DataSet, seed: int) -> nn.Mo
             model = _made(settings, seed, {name: len(data_set.classes)} if name and data_set.classes else {})
     except BaseException as error:
         let_end(error)
-        if is_out_of_memory(error):
-            raise
         said = described(error.__cause__ or error, 200) + _meant(settings.model._target_, error.__cause__)
         raise ConfigurationError(f"model: {said}") from None
     if not isinstance(model, nn.Module):
@@ -94,8 +92,6 @@ def apply_rewrite(rewrite: Rewrite, target: str, reference: nn.Module) -> nn.Mod
         candidate = rewrite(copy.deepcopy(reference))
     except BaseException as error:
         let_end(error)
-        if is_out_of_memory(error):
-            raise  # not the rewrite's fault: fewer seeds at a time may fit
         raise ConfigurationError(f"rewrite.target={target} failed: {described(error, 200)}") from None
     if not isinstance(candidate, nn.Module):
         got = type(candidate).__name__
@@ -113,8 +109,6 @@ def check_same_shapes(reference: nn.Module, candidate: nn.Module, inputs: object
             got = pytree.tree_map_only(torch.Tensor, lambda t: tuple(t.shape), call(candidate, inputs))
     except BaseException as error:
         let_end(error)
-        if is_out_of_memory(error):
-            raise
         raise ConfigurationError(
             f"rewrite.target={target}: its network fails on a batch: {described(error, 200)}"
         ) from None

@@ -30,7 +30,7 @@ class TensorBoardSeed:
 
     def crash(self, why: str) -> None:
         self._add_text("crashed", {"why": why})
-        _finish(self._logger)
+        _finish(self._logger, "failed")
 
     def _add_text(self, tag: str, values: Mapping) -> None:
         self._logger.experiment.add_text(tag, _as_yaml(values))
@@ -99,8 +99,8 @@ def _tensorboard(home: Path):
         raise ConfigurationError(f"logger=tensorboard: {error}: pip install tensorboard") from None
 
 
-def _finish(logger) -> None:
-    logger.finalize("success")
+def _finish(logger, status: str = "success") -> None:
+    logger.finalize(status)
     for number, file in enumerate(sorted(Path(logger.log_dir).glob("events.out.tfevents.*"))):
         began = file.name.split(".")[3]
         file.rename(file.with_name(f"events.out.tfevents.{began}.{number}"))  # it was named after the host

@@ -1,6 +1,7 @@
 """Watching a loop of one's own: late faults are found, right rewrites are not accused, nothing changes."""
 
 import random
+import re
 
 import numpy as np
 import pytest
@@ -137,6 +138,8 @@ def test_a_late_fault_is_found_at_the_first_look_after_it(sets_in):
     before = max(step for step in looked if step < sets_in)
     assert f"found at step {first}, and not yet at step {before}" in found.headline
     assert f"since step {first}" in found.headline
+    told = [found.headline.partition(";")[0], *(e.text for e in found.evidence)]
+    assert all(int(step) >= first for text in told for step in re.findall(r"\bstep (\d+)", text))
 
 
 def test_looks_keep_to_their_share():

@@ -72,6 +72,11 @@ def test_what_is_no_scheduler_is_one_line(overrides, line):
         rates(*overrides)
 
 
+def test_a_lack_of_memory_is_not_the_fault_of_what_was_named():
+    with pytest.raises(torch.OutOfMemoryError):
+        rates("scheduler._target_=tests.suite.own.no_memory")
+
+
 def test_losses_are_functions_with_arguments_or_classes():
     outputs, targets = torch.randn(3, 10, generator=torch.Generator().manual_seed(0)), torch.arange(3)
     function = make_loss(set_anew("control", "loss._target_=tests.suite.own.distance", "++loss.power=4"))
