@@ -13,8 +13,7 @@ from suite.command.idle_rules import Idle, TakenAs
 from suite.command.jobs import Ran
 from suite.command.schema import Positive, Shared, group, several, whole
 from suite.command.written import written
-from suite.running.asking import ask
-from suite.running.question import Question
+from suite.running.asking import Question
 
 
 def _planned(setting: str, value: Callable[[Plan], object]) -> TakenAs:
@@ -80,4 +79,4 @@ def run(config: DictConfig) -> Ran:
     """Measure a row's answer at every batch size and why it moves; returns the verdict on the two."""
     if config.get("batch_invariant") is True and "expected" not in written():
         config.expected = "bit_identical"
-    return ask(config, QUESTION)
+    return QUESTION.run(config)

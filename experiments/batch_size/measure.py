@@ -18,7 +18,7 @@ from experiments.batch_size.plan import Plan, read
 from experiments.batch_size.suite import verdicts
 from experiments.batch_size.sweep import INPUTS, sweeps
 from models.policy_net import NORMS, PolicyNet
-from suite.running.question import Measured
+from suite.running.asking import Measured
 
 
 def measure(settings: DictConfig, seed: int) -> Measured:

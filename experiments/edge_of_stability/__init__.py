@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
-
 from experiments.edge_of_stability.answer import answer
 from experiments.edge_of_stability.judged import judged
 from experiments.edge_of_stability.measure import about, measure, pairs_of
-from suite.command.jobs import Ran
 from suite.command.schema import WATCHED, Function, Positive, Rewrite, Training, each_once
-from suite.running.asking import ask
-from suite.running.question import Question
+from suite.running.asking import Question
 
 
 class Wrong(Rewrite):
@@ -29,8 +25,4 @@ class Settings(Training):
 
 
 QUESTION = Question(measure=measure, answer=answer, about=about, check=pairs_of, judge=judged)
-
-
-def run(config: DictConfig) -> Ran:
-    """Train all arms at every learning rate, and count; the verdict is about the candidate."""
-    return ask(config, QUESTION)
+run = QUESTION.run

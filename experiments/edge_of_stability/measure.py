@@ -24,9 +24,9 @@ from experiments.edge_of_stability.outcomes import ARMS
 from suite.data.batches import Batches
 from suite.data.images import Images
 from suite.running.arguments import check_rewrite
+from suite.running.asking import Measured
 from suite.running.building import make_batches, own_seeds
 from suite.running.networks import build_arms, make_arm
-from suite.running.question import Measured
 from suite.running.updates import make_loss
 
 

@@ -23,11 +23,9 @@ from experiments.gradient_check.faults import PLANTED, compared, warm_up
 from experiments.gradient_check.measures import Elements, curve, drawn_indices, literal, middle, remedies
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.idle_rules import TakenAs
-from suite.command.jobs import Ran
 from suite.command.schema import Function, Positive, Shared, group, whole
 from suite.command.seeds import parse_seeds
-from suite.running.asking import ask
-from suite.running.question import Measured, Question
+from suite.running.asking import Measured, Question
 
 
 class Settings(Shared):
@@ -42,11 +40,6 @@ class Settings(Shared):
     case: group(target=Function, options=dict[str, Any] | None, eps=Positive, points=whole(1))
     curve: group(largest=Positive, decades=whole(1), per_decade=whole(1), points=whole(1))
     faults: bool
-
-
-def run(config: DictConfig) -> Ran:
-    """Differences of the literal case in both dtypes, the laws that they follow, and a check that works."""
-    return ask(config, QUESTION)
 
 
 def measure(settings: DictConfig, seed: int) -> Measured:
@@ -167,3 +160,4 @@ def about(settings: DictConfig) -> str:
 
 
 QUESTION = Question(measure=measure, answer=answer, about=about, check=check, judge=judged)
+run = QUESTION.run

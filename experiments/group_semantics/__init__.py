@@ -9,10 +9,8 @@ from omegaconf import DictConfig
 from experiments.group_semantics.answer import answer
 from experiments.group_semantics.measure import about, measure
 from suite.command.idle_rules import Idle
-from suite.command.jobs import Ran
 from suite.command.schema import Must, Positive, Shared, group, one_of, several, whole
-from suite.running.asking import ask
-from suite.running.question import Question
+from suite.running.asking import Question
 
 NET = dict.fromkeys(("tile", "channels", "features"), list[whole(1)])
 Groups = Annotated[
@@ -40,8 +38,4 @@ class Settings(Shared):
 
 
 QUESTION = Question(measure=measure, answer=answer, about=about)
-
-
-def run(config: DictConfig) -> Ran:
-    """Measure what groups=2 connects, costs and equals; returns the verdict on it and convs side by side."""
-    return ask(config, QUESTION)
+run = QUESTION.run

@@ -33,7 +33,7 @@ from experiments.group_semantics.verdicts import (
 )
 from models.grouped_net import TILES, GroupedNet
 from models.rewrites.interleave_groups import interleave_groups
-from suite.running.question import Measured
+from suite.running.asking import Measured
 
 GROUPED_LAYERS = ("conv2_s1", "conv4_s1", "conv5_s1")
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
-
 from experiments.kinks.answer import answer
 from experiments.kinks.judged import judged
 from experiments.kinks.measure import about, check, measure
 from models.resnet import ACTIVATIONS, POOLS
-from suite.command.jobs import Ran
 from suite.command.schema import WATCHED, Training, group, one_of, several
-from suite.running.asking import ask
-from suite.running.question import Question
+from suite.running.asking import Question
 
 
 class Settings(Training):
@@ -23,8 +19,4 @@ class Settings(Training):
 
 
 QUESTION = Question(measure=measure, answer=answer, about=about, check=check, judge=judged)
-
-
-def run(config: DictConfig) -> Ran:
-    """Drift, sign flips and their prediction for each network, in float32 and float64."""
-    return ask(config, QUESTION)
+run = QUESTION.run

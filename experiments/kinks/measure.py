@@ -14,9 +14,9 @@ from experiments.kinks.judged import probes
 from suite.command.errors import ConfigurationError
 from suite.data.batches import Batches
 from suite.data.images import Images
+from suite.running.asking import Measured
 from suite.running.building import LogSchedule, build, make_batches, own_seeds
 from suite.running.networks import build_arms
-from suite.running.question import Measured
 from suite.running.updates import make_loss
 
 ARMS = tuple(f"{role}.{dtype}" for dtype in ("float32", "float64") for role in ("reference", "control"))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from omegaconf import DictConfig
-
 from experiments.loss_curves_do_not_tell.answer import answer, judged
 from experiments.loss_curves_do_not_tell.measure import about, built, measure
-from suite.command.jobs import Ran
 from suite.command.schema import WATCHED, Training, whole
-from suite.running.asking import ask
-from suite.running.question import Question
+from suite.running.asking import Question
 
 
 class Settings(Training):
@@ -21,8 +17,4 @@ class Settings(Training):
 
 
 QUESTION = Question(measure=measure, answer=answer, about=about, check=built, judge=judged)
-
-
-def run(config: DictConfig) -> Ran:
-    """Train right and wrong networks in one lockstep a seed; the verdict is about the right rewrite."""
-    return ask(config, QUESTION)
+run = QUESTION.run

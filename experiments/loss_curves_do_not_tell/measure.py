@@ -22,9 +22,9 @@ from experiments.loss_curves_do_not_tell.networks import CONTROL, NETWORKS, RIGH
 from suite.command.errors import ConfigurationError
 from suite.data.batches import Batches
 from suite.data.images import Images
+from suite.running.asking import Measured
 from suite.running.building import LogSchedule, make_batches, own_seeds
 from suite.running.networks import build_reference
-from suite.running.question import Measured
 from suite.running.updates import make_loss
 
 DTYPES = ("float32", "float64")

@@ -9,10 +9,8 @@ from experiments.one_bit.judging import judged
 from experiments.one_bit.measure import about, check, measure
 from experiments.one_bit.training import look_steps
 from suite.command.idle_rules import Idle, TakenAs
-from suite.command.jobs import Ran
 from suite.command.schema import WATCHED, Positive, Training, group, whole
-from suite.running.asking import ask
-from suite.running.question import Question
+from suite.running.asking import Question
 
 MOST_LOOKS = 1000
 
@@ -45,8 +43,4 @@ class Settings(Training):
 
 
 QUESTION = Question(measure=measure, answer=answer, about=about, check=check, judge=judged)
-
-
-def run(config: DictConfig) -> Ran:
-    """Train every row of every seed; the verdict is about the split, beside one moved weight."""
-    return ask(config, QUESTION)
+run = QUESTION.run

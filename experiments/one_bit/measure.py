@@ -20,9 +20,9 @@ from experiments.one_bit.training import as_seen, laid_out, make_groups, trained
 from suite.command.errors import ConfigurationError
 from suite.data.batches import Batches
 from suite.data.images import Images
+from suite.running.asking import Measured
 from suite.running.building import make_batches, own_seeds
 from suite.running.networks import build_reference
-from suite.running.question import Measured
 
 APART = "apart_from_base"  # the probes that hold how far a run is from the one with nothing varied,
 BASE_WEIGHTS = "base_weights"  # and where that one ends

@@ -10,10 +10,8 @@ from experiments.split_gradient.case import Case
 from experiments.split_gradient.measure import about, measure
 from experiments.split_gradient.sweep import case_of
 from suite.command.idle_rules import TakenAs
-from suite.command.jobs import Ran
 from suite.command.schema import Positive, Shared, group, several, whole
-from suite.running.asking import ask
-from suite.running.question import Question
+from suite.running.asking import Question
 
 SIZES = dict.fromkeys(("in_channels", "out_channels", "kernel_size", "batch", "image_size"), whole(1))
 Split = list[whole(-1)]
@@ -47,8 +45,4 @@ class Settings(Shared):
 
 
 QUESTION = Question(measure=measure, answer=answer, about=about)
-
-
-def run(config: DictConfig) -> Ran:
-    """Measure the split that was asked about and a sweep around it; the verdict is about the former."""
-    return ask(config, QUESTION)
+run = QUESTION.run

@@ -19,7 +19,7 @@ from experiments.split_gradient.case import Case, draw_as_asked, read_case
 from experiments.split_gradient.literal import measure_literal
 from experiments.split_gradient.sweep import cases, measure_controls, measure_sweep
 from models.rewrites.split_conv import split_conv
-from suite.running.question import Measured
+from suite.running.asking import Measured
 
 
 def about(settings: DictConfig) -> str:

@@ -24,7 +24,7 @@ from suite.showing.tables import print_whole, runs_table
 from suite.showing.terminal import Terminal
 
 if TYPE_CHECKING:
-    from suite.running.question import Question
+    from suite.running.asking import Question
 
 WRITE_INSTEAD = "write a folder such as results/runs/<experiment>/<digest>, or one above"
 

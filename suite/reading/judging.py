@@ -26,7 +26,7 @@ from suite.command.seeds import format_seeds
 from suite.reading.stored import as_yaml, measurements
 
 if TYPE_CHECKING:
-    from suite.running.question import Question
+    from suite.running.asking import Question
 
 
 AS_RECORDED = (

@@ -7,7 +7,8 @@ The folder is that of every experiment (``experiment.yaml``, ``seed=<n>/``, ``ve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,10 +17,14 @@ from omegaconf import DictConfig
 from driftlab.record.seed_record import (
     CURVES,
     EVALUATIONS,
+    SeedRecord,
     columns,
     write_sealed,
     write_table,
 )
+from driftlab.report.sections import Answer
+from driftlab.verdict.rules import judge
+from driftlab.words import Judgement
 from suite.command.command_line import in_sweep
 from suite.command.configuration import resolve
 from suite.command.errors import storage
@@ -37,7 +42,6 @@ from suite.running.ending import end
 from suite.running.experiment_folder import Experiment, is_done, open_experiment, say_outdated, take_up
 from suite.running.importing import own_sources
 from suite.running.own_data import load_data, only_images
-from suite.running.question import Measured, Question
 from suite.running.run_record import Began, seed_record
 from suite.running.workers import carry_out
 from suite.showing.loggers import MetricsLogger
@@ -45,17 +49,54 @@ from suite.showing.plan import question_plan
 from suite.showing.terminal import Terminal
 
 
-def ask(config: DictConfig, question: Question) -> Ran:
-    """Measure what is not finished yet, then answer from all finished seeds; a sweep does so at its end.
+@dataclass(frozen=True)
+class Measured:
+    """What one seed gave.
 
-    Raises:
-        ConfigurationError, Unfinished: with one line for the user.
+    Attributes:
+        record: the pair in question, as ``driftlab.diagnosis.diagnosed`` leaves it: curves and probes.
+        values: everything else that the answer needs, as JSON can hold it.
     """
-    terminal = Terminal(job=config.get("name") if in_sweep() else "")
-    seeds = parse_seeds(config.get("seed"))
-    settings = resolve(config, terminal.say)
-    with process_settled(settings, terminal.say):
-        return _ask(settings, seeds, question, terminal)
+
+    record: SeedRecord
+    values: dict
+
+
+@dataclass(frozen=True)
+class Question:
+    """A kind of experiment that trains little or nothing: it measures, seed by seed, and answers.
+
+    Attributes:
+        measure: ``measure(settings, seed)``; everything random follows the seed.
+        answer: ``answer(settings, values by seed)``, at least one seed.
+        about: what is measured, in the plan that is shown before: a few words.
+        check: ``check(settings, seed)`` builds what a seed needs; what it refuses leaves no folder.
+        judge: how the records of all seeds become the verdict.
+        version: of what is measured, part of the digest; to be raised when the same settings come to measure
+            something else.
+
+    A kind whose ``Settings`` are those of a ``Training`` is given the images of the data set,
+    ``measure(settings, seed, images)`` and ``check(settings, seed, images)``.
+    """
+
+    measure: Callable[..., Measured]
+    answer: Callable[[DictConfig, Mapping[int, dict]], Answer]
+    about: Callable[[DictConfig], str]
+    check: Callable[..., object] = lambda *_: None
+    judge: Callable[[Sequence[SeedRecord]], Judgement] = judge
+    version: int = 1
+
+    def run(self, config: DictConfig) -> Ran:
+        """Measure what is not finished yet, then answer from all finished seeds; a sweep does so at its end.
+
+        Raises:
+            ConfigurationError, Unfinished: with one line for the user.
+        """
+        terminal = Terminal(job=config.get("name") if in_sweep() else "")
+        seeds = parse_seeds(config.get("seed"))
+        settings = resolve(config, terminal.say)
+        with process_settled(settings, terminal.say):
+            return _ask(settings, seeds, self, terminal)
 
 
 def _ask(settings: DictConfig, seeds: list[int], question: Question, terminal: Terminal) -> Ran:

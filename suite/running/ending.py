@@ -24,7 +24,7 @@ from suite.showing.tables import print_whole, runs_table, seeds_table, table_in_
 from suite.showing.terminal import Terminal
 
 if TYPE_CHECKING:
-    from suite.running.question import Question
+    from suite.running.asking import Question
 
 
 def end(experiment: Experiment, seeds: Sequence[int], question: Question | None = None) -> jobs.Ran:
