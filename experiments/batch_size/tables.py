@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from driftlab.report.sections import Table
 from experiments.batch_size.arithmetic_table import arithmetic_table
 from experiments.batch_size.plan import Plan
 from experiments.batch_size.seeds import NORM_NAMES, largest, largest_of, size_ranges, sweeps_of, tf32_name
-from suite.showing.wording import Rows, Values, counted, seeds
+from suite.showing.wording import Column, Rows, Values, counted, seeds, table
 
 NAMED = 8  # ranges of batch sizes that a sentence names; more stand in the table alone
 
@@ -20,23 +22,20 @@ def _by_batch_size(plan: Plan, values: Values) -> Table:
     sizes = found["zeros"][0]["sizes"]
     marks = [tuple(s["patterns"][i] for kind in found.values() for s in kind) for i in range(len(sizes))]
     ranges = size_ranges(sizes, marks)
-    rows = [
-        {
-            "sizes": text,
-            "count": len(positions),
-            **{i: max(s["differences"][p] for s in kind for p in positions) for i, kind in found.items()},
-        }
-        for text, positions in ranges
-    ]
-    columns = {
-        "sizes": "batch sizes tried with one answer, bit for bit",
-        "count": "sizes tried",
-        "zeros": "zero boards: largest difference (absolute)",
-        "random": "random boards: largest difference (absolute)",
-    }
+
+    def greatest(inputs: str, heading: str) -> Column:
+        kind = found[inputs]
+        return Column(inputs, heading, lambda part: max(s["differences"][p] for s in kind for p in part[1]))
+
+    columns = (
+        Column("sizes", "batch sizes tried with one answer, bit for bit", lambda part: part[0]),
+        Column("count", "sizes tried", lambda part: len(part[1])),
+        greatest("zeros", "zero boards: largest difference (absolute)"),
+        greatest("random", "random boards: largest difference (absolute)"),
+    )
     title = f"By batch size: float32, BatchNorm, {counted(plan.blocks, 'block')}"
     conclusion = _on_ranges(values, [text for text, _ in ranges], marks)
-    return Table("batch_sizes", title, columns, rows, conclusion)
+    return table("batch_sizes", title, ranges, columns, conclusion)
 
 
 def _on_ranges(values: Values, ranges: list[str], marks: list[tuple[int, ...]]) -> str:
@@ -53,27 +52,22 @@ def _on_ranges(values: Values, ranges: list[str], marks: list[tuple[int, ...]]) 
 
 def _by_depth(plan: Plan, values: Values) -> Table:
     tf32 = tf32_name(values)
-    shown = {
-        ("batch", "float32"): "BatchNorm, float32 (absolute)",
-        ("identity", "float32"): "Identity, float32 (absolute)",
-        ("batch", "float64"): "BatchNorm, float64 (absolute)",
-        ("batch", tf32): f"BatchNorm, {tf32} (absolute)",
-    }
-    inside = {
-        "batch": "last block with BatchNorm, float32 (relative)",
-        "identity": "last block with Identity, float32 (relative)",
-    }
-    rows = []
-    for depth in range(plan.blocks + 1):
-        row: dict[str, object] = {"depth": depth}
-        row |= {f"{n} {a}": largest_of(values, n, a, depth, "common") for n, a in shown}
-        row |= {n: largest(sweeps_of(values, n, "float32", "random"), depth, "relative") for n in inside}
-        rows.append(row)
-    columns = {"depth": "residual blocks"}
-    columns |= {f"{n} {a}": text for (n, a), text in shown.items()} | inside
+
+    def apart(norm: str, arithmetic: str) -> Column:
+        heading = f"{NORM_NAMES[norm]}, {arithmetic} (absolute)"
+        worst = partial(largest_of, values, norm, arithmetic, what="common")
+        return Column(f"{norm} {arithmetic}", heading, worst)
+
+    def inside(norm: str) -> Column:
+        sweeps = sweeps_of(values, norm, "float32", "random")
+        heading = f"last block with {NORM_NAMES[norm]}, float32 (relative)"
+        return Column(norm, heading, lambda depth: largest(sweeps, depth, "relative"))
+
+    pairs = ("batch", "float32"), ("identity", "float32"), ("batch", "float64"), ("batch", tf32)
+    columns = [Column("depth", "residual blocks", int), *(apart(*p) for p in pairs), *map(inside, NORM_NAMES)]
     sizes = counted(len(plan.few), "batch size")
     title = f"Largest difference by depth, over the {sizes} that all were tried at, zero and random boards"
-    return Table("depths", title, columns, rows, _on_depths(rows, tf32))
+    return table("depths", title, range(plan.blocks + 1), columns, partial(_on_depths, tf32=tf32))
 
 
 def _on_depths(rows: Rows, tf32: str) -> str:
