@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from driftlab.rounding import UNIT_ROUND_OFF
 from experiments.batch_size.arithmetic import DTYPES, computing, in_arithmetic
-from experiments.batch_size.sweep import relative
+from experiments.batch_size.sweep import pattern, relative
 from models.policy_net import Add, PolicyNet, ResBlock
 
 KINDS = {
@@ -135,9 +135,7 @@ def _results(module: nn.Module, inputs: tuple[Tensor, ...], arithmetic: str, siz
         for size in sizes:
             result = twin(*(t[:size] for t in given))[0]
             apart = torch.maximum(apart, (result - alone).abs())
-            number = next((i for i, k in enumerate(known) if torch.equal(k, result)), len(known))
-            known += [result] if number == len(known) else []
-            patterns.append(number)
+            patterns.append(pattern(result, known))
         bound = _bound(twin, given[0][:1], arithmetic)
     largest = alone.abs().max()
     ulp = float(torch.nextafter(largest, largest.new_tensor(torch.inf)) - largest)

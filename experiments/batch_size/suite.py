@@ -22,7 +22,7 @@ from driftlab.words import settled_by
 from experiments.batch_size.arithmetic import computing
 from experiments.batch_size.plan import Plan
 from models.policy_net import PolicyNet
-from models.rewrites.row_by_row import row_by_row
+from models.rewrites.row_by_row import RowByRow, row_by_row
 
 
 class LessBatchMean(nn.Module):
@@ -38,20 +38,16 @@ class LessBatchMean(nn.Module):
         return logits - logits.mean(0)
 
 
-class InLargerBatch(nn.Module):
+class InLargerBatch(RowByRow):
     """``module`` on the batch with ``more`` of its rows once more at the end, whose answers are dropped."""
 
     def __init__(self, module: nn.Module, more: int):
-        super().__init__()
-        self.module, self.more = module, more
-        self.training = module.training
+        super().__init__(module)
+        self.more = more
 
     def forward(self, x: Tensor) -> Tensor:
         more = x[torch.arange(self.more, device=x.device) % len(x)]
         return self.module(torch.cat([x, more]))[: len(x)]
-
-    def fold(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
 
 
 EVAL = "eval mode: on a batch against row by row"

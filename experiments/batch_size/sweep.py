@@ -80,7 +80,7 @@ def sweep(plan: Plan, network: AllDepths, rows: Tensor, sizes: Sequence[int]) ->
         logits, now = _logits(asked, rows[:size]), seen.taken()
         apart.append([float((a - b).abs().max()) for a, b in zip(logits, alone, strict=True)])
         inside.append([relative(_block(now, d), _block(layers, d)) or 0.0 for d in range(len(alone))])
-        found["patterns"].append(_pattern(logits[-1], patterns))
+        found["patterns"].append(pattern(logits[-1], patterns))
         found["first"].append(next((n for n in layers if not torch.equal(now[n], layers[n])), None))
     seen.remove()
     found["differences"] = [by_depth[-1] for by_depth in apart]
@@ -119,10 +119,10 @@ def _block(layers: dict[str, Tensor], depth: int) -> Tensor:
     return layers[f"res_blocks.{depth - 1}.act2" if depth else "conv_block.act"]
 
 
-def _pattern(logits: Tensor, known: list[Tensor]) -> int:
+def pattern(result: Tensor, known: list[Tensor]) -> int:
     """The number of the bit pattern; a new one is added to ``known``."""
     for number, other in enumerate(known):
-        if torch.equal(logits, other):
+        if torch.equal(result, other):
             return number
-    known.append(logits)
+    known.append(result)
     return len(known) - 1

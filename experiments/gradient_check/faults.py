@@ -64,17 +64,24 @@ class FrozenStatistics(nn.Module):
         return (x - x.mean(0)) / (variance + 1e-5).sqrt()
 
 
-def _scaled_element(gradient: Tensor, factor: float) -> Tensor:
-    gradient = gradient.clone()
-    gradient[7, 3] *= factor
-    return gradient
-
-
 SIZE, BATCH = 256, 16
 
 
 def _mlp(layer: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(32, SIZE), nn.ReLU(), layer, nn.ReLU(), nn.Linear(SIZE, 10))
+
+
+def _spoiled(spoil: Callable[[Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: _mlp(Spoiled(SIZE, spoil))
+
+
+def _element_times(factor: float) -> Callable[[], nn.Module]:
+    def spoil(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient[7, 3] *= factor
+        return gradient
+
+    return _spoiled(spoil)
 
 
 def _convs() -> nn.Module:
@@ -93,25 +100,15 @@ class Planted:
 
 
 PLANTED = (
-    Planted("a factor of 1/2 missing", False, lambda: _mlp(Spoiled(SIZE, lambda g: g / 2))),
-    Planted("a factor of 1.0001", False, lambda: _mlp(Spoiled(SIZE, lambda g: 1.0001 * g))),
+    Planted("a factor of 1/2 missing", False, _spoiled(lambda g: g / 2)),
+    Planted("a factor of 1.0001", False, _spoiled(lambda g: 1.0001 * g)),
     Planted("a detached branch", False, lambda: _mlp(Detached(SIZE))),
-    Planted(
-        "wrong sign in 1 element of 65,536",
-        False,
-        lambda: _mlp(Spoiled(SIZE, lambda g: _scaled_element(g, -1))),
-    ),
-    Planted(
-        "1 element of 65,536 dropped", False, lambda: _mlp(Spoiled(SIZE, lambda g: _scaled_element(g, 0)))
-    ),
-    Planted(
-        "1 element of 65,536 off by 1 %",
-        False,
-        lambda: _mlp(Spoiled(SIZE, lambda g: _scaled_element(g, 1.01))),
-    ),
-    Planted("the gradient transposed", False, lambda: _mlp(Spoiled(SIZE, lambda g: g.T))),
+    Planted("wrong sign in 1 element of 65,536", False, _element_times(-1)),
+    Planted("1 element of 65,536 dropped", False, _element_times(0)),
+    Planted("1 element of 65,536 off by 1 %", False, _element_times(1.01)),
+    Planted("the gradient transposed", False, _spoiled(lambda g: g.T)),
     Planted("batch-norm variance taken as constant", False, lambda: _mlp(FrozenStatistics())),
-    Planted("multilayer perceptron, ReLU", True, lambda: _mlp(Spoiled(SIZE, lambda g: g))),
+    Planted("multilayer perceptron, ReLU", True, _spoiled(lambda g: g)),
     Planted("convolution, batch norm, max-pool", True, _convs, (3, 16, 16)),
     Planted("dropout", True, lambda: _mlp(nn.Dropout(0.3))),
     Planted("encoder layer (attention, GELU)", True, lambda: _mlp(_encoder())),

@@ -73,10 +73,6 @@ def verdict_table(values: Values) -> Table:
     return say.table("verdicts", title, found, columns, lambda rows: _conclusion(rows, zeros))
 
 
-def _same_at_start(found: Rows) -> str:
-    return say.share_of(row["same_at_start"] for row in found)
-
-
 def _verdicts(found: Rows) -> str:
     counts = Counter(row["verdict"] for row in found)
     return ", ".join(f"{v} ({count} of {len(found)})" for v, count in counts.most_common())

@@ -19,16 +19,6 @@ class Blocks(nn.Conv2d):
         return self._conv_forward(x, self.weight * self.mask, self.bias)
 
 
-class FoldBlocks:
-    """The diagonal blocks of the dense weights, as the grouped convs hold them; the rest as it is."""
-
-    def __init__(self, groups: Mapping[str, int]):
-        self.groups = dict(groups)
-
-    def __call__(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {n: diagonal_blocks(t, self.groups[n]) if n in self.groups else t for n, t in tensors.items()}
-
-
 def dense_weight(weight: Tensor, groups: int) -> Tensor:
     """[out, in / groups, kH, kW] -> [out, in, kH, kW], zero outside the blocks."""
     out, inputs = weight.shape[:2]
@@ -54,7 +44,9 @@ def without_groups(model: nn.Module, masked: bool = False) -> nn.Module:
     convs = _grouped(model)
     groups = {f"{name}.weight" if name else "weight": conv.groups for name, conv in convs.items()}
     model = _replaced(model, {name: _same_numbers(conv, masked) for name, conv in convs.items()})
-    model.fold = FoldBlocks(groups)
+    model.fold = lambda tensors: {
+        n: diagonal_blocks(t, groups[n]) if n in groups else t for n, t in tensors.items()
+    }
     return model
 
 

@@ -108,9 +108,7 @@ def _verdict(
         "place": str(found.where) if found.where else None,
         "same_at_start": not differs,
         "apart": _apart(module, made, batches[0][0]),
-        "probe": decisive.probe if decisive else None,
-        "measured": decisive.measured if decisive else None,
-        "threshold": decisive.threshold if decisive else None,
+        **{key: getattr(decisive, key, None) for key in ("probe", "measured", "threshold")},
     }
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from models.rewrites.split_conv import split_outputs
-from models.rewrites.swap import Join, RewriteError, conv_like, swap_convs
+from models.rewrites.swap import Join, RewriteError, conv_like, joins_of_inner, swap_convs
 
 
 class RepeatedInput(nn.Module):
@@ -73,9 +73,6 @@ def as_grouped(model: nn.Module, groups: int = 2, match: str | Iterable[str] | N
                 f"divide; write one of {works[:8]}"
             )
         grouped = conv_like(conv, conv.weight, conv.bias, conv.groups * groups)
-        joins = {"weight": Join(0, ("conv.weight",), (conv.out_channels,))}
-        if conv.bias is not None:
-            joins["bias"] = Join(0, ("conv.bias",), (conv.out_channels,))
-        return RepeatedInput(grouped, conv.groups, groups), joins
+        return RepeatedInput(grouped, conv.groups, groups), joins_of_inner(conv)
 
     return swap_convs(model, rewrite, match)

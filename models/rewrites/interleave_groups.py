@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from models.rewrites.swap import Join, RewriteError, conv_like, swap_convs
+from models.rewrites.swap import Join, RewriteError, conv_like, joins_of_inner, swap_convs
 
 
 class InterleavedGroups(nn.Module):
@@ -40,9 +40,6 @@ def interleave_groups(model: nn.Module, match: str | Iterable[str] | None = None
     def rewrite(conv: nn.Conv2d, name: str) -> tuple[nn.Module, dict[str, Join]]:
         if conv.groups == 1:
             raise RewriteError(f"interleave_groups: {name} has groups=1; match a conv with 2 groups or more")
-        joins = {"weight": Join(0, ("conv.weight",), (conv.out_channels,))}
-        if conv.bias is not None:
-            joins["bias"] = Join(0, ("conv.bias",), (conv.out_channels,))
-        return InterleavedGroups(conv_like(conv, conv.weight, conv.bias, conv.groups)), joins
+        return InterleavedGroups(conv_like(conv, conv.weight, conv.bias, conv.groups)), joins_of_inner(conv)
 
     return swap_convs(model, rewrite, match)

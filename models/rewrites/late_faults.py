@@ -55,13 +55,13 @@ class Scaled(torch.autograd.Function):
     """A weight as it is, whose gradient is ``factor`` times as large."""
 
     @staticmethod
-    def forward(ctx, weight: Tensor, factor: Tensor) -> Tensor:
-        ctx.save_for_backward(factor)
+    def forward(ctx, weight: Tensor, factor: Tensor | float) -> Tensor:
+        ctx.factor = factor
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.saved_tensors[0], None
+        return gradient * ctx.factor, None
 
 
 class Stretched(Counted):
@@ -74,15 +74,11 @@ class Stretched(Counted):
         return self._conv_forward(x, Scaled.apply(self.weight, factor), self.bias)
 
 
-class Scheduled(nn.Conv2d):
+class Scheduled(Counted):
     """A conv whose learning rate falls in a straight line from update ``at`` on, each time one update late.
 
     The line takes ten times ``at`` updates to zero, so the rate is too large by one part in that many.
     """
-
-    def begin(self, at: float) -> None:
-        self.at = at
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64, device=self.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
         left = (11 * self.at - self.calls).clamp(min=1)

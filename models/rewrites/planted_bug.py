@@ -6,8 +6,9 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-from models.rewrites.split_conv import SideBySide, sizes_for_groups, split_outputs
-from models.rewrites.swap import Join, RewriteError, swap_convs
+from models.rewrites.planted_faults import halves
+from models.rewrites.split_conv import SideBySide
+from models.rewrites.swap import swap_convs
 
 
 class SecondDetached(SideBySide):
@@ -31,13 +32,4 @@ def split_without_input_gradient(model: nn.Module, match: str | Iterable[str] | 
     Raises:
         RewriteError: for a conv with a single output channel.
     """
-
-    def rewrite(conv: nn.Conv2d, name: str) -> tuple[nn.Module, dict[str, Join]]:
-        if conv.out_channels < 2:
-            raise RewriteError(
-                f"split_without_input_gradient: {name} has 1 output channel; match wider convs"
-            )
-        halves = sizes_for_groups(conv.out_channels, conv.groups, 2)
-        return split_outputs(conv, halves, name, kind=SecondDetached)
-
-    return swap_convs(model, rewrite, match)
+    return swap_convs(model, halves("split_without_input_gradient", SecondDetached), match)

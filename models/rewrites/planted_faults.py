@@ -10,25 +10,12 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function
 
+from models.rewrites.late_faults import Scaled
 from models.rewrites.split_conv import SideBySide, sizes_for_groups, split_outputs
 from models.rewrites.swap import Join, RewriteError, swap_convs
 
 Match = str | Iterable[str] | None
-
-
-class _ScaledGradient(Function):
-    """The identity, whose gradient is multiplied by ``factor``."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.factor * gradient, None
 
 
 class SecondScaled(SideBySide):
@@ -38,7 +25,7 @@ class SecondScaled(SideBySide):
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.parts
-        weight = _ScaledGradient.apply(second.weight, self.factor)
+        weight = Scaled.apply(second.weight, self.factor)
         scaled = second._conv_forward(self.read(x, 1), weight, second.bias)
         return torch.cat([first(self.read(x, 0)), scaled], dim=-3)
 
@@ -63,7 +50,7 @@ def split_with_scaled_gradient(model: nn.Module, match: Match = None) -> nn.Modu
     Raises:
         RewriteError: for a conv with a single output channel.
     """
-    return swap_convs(model, _halves("split_with_scaled_gradient", SecondScaled), match)
+    return swap_convs(model, halves("split_with_scaled_gradient", SecondScaled), match)
 
 
 def split_with_frozen_half(model: nn.Module, match: Match = None) -> nn.Module:
@@ -74,10 +61,10 @@ def split_with_frozen_half(model: nn.Module, match: Match = None) -> nn.Module:
 
     Args, Raises: as in ``split_with_scaled_gradient``.
     """
-    halves = _halves("split_with_frozen_half", SideBySide)
+    right = halves("split_with_frozen_half", SideBySide)
 
     def rewrite(conv: nn.Conv2d, name: str) -> tuple[nn.Module, dict[str, Join]]:
-        module, joins = halves(conv, name)
+        module, joins = right(conv, name)
         module.parts[1].requires_grad_(False)
         return module, joins
 
@@ -91,7 +78,7 @@ def split_with_swapped_halves(model: nn.Module, match: Match = None) -> nn.Modul
 
     Args, Raises: as in ``split_with_scaled_gradient``.
     """
-    return swap_convs(model, _halves("split_with_swapped_halves", Swapped), match)
+    return swap_convs(model, halves("split_with_swapped_halves", Swapped), match)
 
 
 def batch_norm_with_other_eps(model: nn.Module, eps: float = 1e-3, match: str = "*") -> nn.Module:
@@ -113,7 +100,9 @@ def batch_norm_with_other_eps(model: nn.Module, eps: float = 1e-3, match: str = 
     return model
 
 
-def _halves(function: str, kind: type[SideBySide]) -> Callable:
+def halves(function: str, kind: type[SideBySide]) -> Callable:
+    """How ``function`` rewrites a conv: as the two halves of its output channels, in a module of ``kind``."""
+
     def rewrite(conv: nn.Conv2d, name: str) -> tuple[nn.Module, dict[str, Join]]:
         if conv.out_channels < 2:
             raise RewriteError(f"{function}: {name} has 1 output channel; match wider convs")

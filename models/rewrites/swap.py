@@ -35,6 +35,11 @@ class Join(NamedTuple):
         return torch.cat(pieces, dim=self.dim)
 
 
+def joins_of_inner(conv: nn.Conv2d) -> dict[str, Join]:
+    """Of a module that holds a conv like this one as ``conv``, with the same weight and bias."""
+    return {leaf: Join(0, (f"conv.{leaf}",), (conv.out_channels,)) for leaf, _ in conv.named_parameters()}
+
+
 Joins = Mapping[str, Join]
 RewriteConv = Callable[[nn.Conv2d, str], tuple[nn.Module, Joins]]
 

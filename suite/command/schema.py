@@ -99,6 +99,7 @@ def text(pattern: str, words: str) -> Any:
 Positive = Annotated[float, Gt(0), Must("must be a finite number above 0")]
 NotNegative = Annotated[float, Ge(0), Must("must be a finite number of at least 0")]
 Share = Annotated[float, Ge(0), Le(1), Must("must be a number from 0 to 1")]
+InnerShare = Annotated[float, Gt(0), Lt(1), Must("must be a number above 0 and below 1")]
 Seed = Annotated[int, Ge(0), Le(LARGEST), Must(f"must be a whole number from 0 to {LARGEST}")]
 Threads = Annotated[
     whole(1, MOST_THREADS) | Literal["auto"] | None,
@@ -237,7 +238,7 @@ class Scheduler(Group, extra="allow"):
 class LocalWindows(Group):
     windows: Literal["auto"] | list[whole(0)]
     updates: whole(1)
-    share: Annotated[float, Gt(0), Lt(1), Must("must be a number above 0 and below 1")]
+    share: InnerShare
 
     @model_validator(mode="after")
     def _refuse_overlap(self) -> LocalWindows:
@@ -247,15 +248,8 @@ class LocalWindows(Group):
 
 
 # what a single training has that is watched, stopped and gone on with: the kind "training" alone
-WATCHED = (
-    "subject",
-    "local",
-    "eval_every",
-    "checkpoint_every",
-    "keep_checkpoint",
-    "float64_share",
-    "stop_on_bug",
-)
+WATCHED = ("subject", "local", "eval_every", "checkpoint_every", "keep_checkpoint")
+WATCHED += ("float64_share", "stop_on_bug")
 
 
 class Training(Shared):
@@ -274,7 +268,7 @@ class Training(Shared):
     dtypes: each_once(one_of(*TRAINED_IN))
     steps: whole(1)
     float64_steps: auto_or(1)
-    float64_share: Annotated[float, Gt(0), Lt(1), Must("must be a number above 0 and below 1")]
+    float64_share: InnerShare
     fast_float64: bool
     batch_size: whole(1)
     augment: bool
