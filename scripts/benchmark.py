@@ -26,33 +26,33 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from suite.command import supervision  # noqa: E402
+from suite.command import supervision
 
 if __name__ == "__main__":
     supervision.begin()
 
-import torch  # noqa: E402
-from hydra import compose, initialize_config_dir  # noqa: E402
-from omegaconf import DictConfig  # noqa: E402
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
 
-from driftlab.lockstep.arm import Arm  # noqa: E402
-from driftlab.lockstep.loop import Lockstep  # noqa: E402
-from driftlab.network.calling import cast  # noqa: E402
-from driftlab.process.float64_convolutions import computing, faster  # noqa: E402
-from suite.command.configuration import register_resolvers, resolve  # noqa: E402
-from suite.command.machine import process_settled  # noqa: E402
-from suite.data import load_images  # noqa: E402
-from suite.data.batches import Batches  # noqa: E402
-from suite.data.images import Images  # noqa: E402
-from suite.running.building import build  # noqa: E402
-from suite.running.pool import side_by_side  # noqa: E402
-from suite.running.recorder import Recorder  # noqa: E402
-from suite.running.seed_run import fit  # noqa: E402
-from suite.showing.loggers import MetricsLogger  # noqa: E402
-from suite.showing.terminal import Terminal  # noqa: E402
+from driftlab.lockstep.arm import Arm
+from driftlab.lockstep.loop import Lockstep
+from driftlab.network.calling import cast
+from driftlab.process.float64_convolutions import computing, faster
+from suite.command.command_line import ROOT
+from suite.command.configuration import register_resolvers, resolve
+from suite.command.machine import process_settled
+from suite.data import load_images
+from suite.data.batches import Batches
+from suite.data.images import Images
+from suite.running.building import build
+from suite.running.pool import side_by_side
+from suite.running.recorder import Recorder
+from suite.running.seed_run import fit
+from suite.showing.loggers import MetricsLogger
+from suite.showing.terminal import Terminal
 
 PR_SET_CHILD_SUBREAPER = 36  # of <sys/prctl.h>
 

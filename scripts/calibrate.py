@@ -22,24 +22,24 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from suite.command import supervision  # noqa: E402
+from suite.command import supervision
 
 if __name__ == "__main__":
     supervision.begin()
 
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+from rich.console import Console
+from rich.table import Table
 
-from bench import cases, held_back, ported, real_bugs, real_summary  # noqa: E402
-from bench.rates import FIRST, rates_csv  # noqa: E402
-from bench.real_habits import Seen, seen_of  # noqa: E402
-from bench.real_rates import real_rates  # noqa: E402
-from bench.run import Outcome, all_cases, confusion, run_case  # noqa: E402
-from bench.summary import HEADER, VERDICTS, as_csv, as_markdown, rates, read_csv, table_rows  # noqa: E402
-from driftlab.record.seed_record import write_whole  # noqa: E402
+from bench import cases, held_back, ported, real_bugs, real_summary
+from bench.rates import FIRST, rates_csv
+from bench.real_habits import Seen, seen_of
+from bench.real_rates import real_rates
+from bench.run import Outcome, all_cases, confusion, run_case
+from bench.summary import HEADER, VERDICTS, as_csv, as_markdown, rates, read_csv, table_rows
+from driftlab.record.seed_record import write_whole
+from suite.command.command_line import ROOT
 
 PUBLISHED = ROOT / "results" / "published"
 ROOMS = {"planted": cases, "real_bugs": real_bugs, "ported": ported, "held_back": held_back}

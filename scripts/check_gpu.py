@@ -18,15 +18,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from scripts.gpu_parts import MACHINE, PARTS  # noqa: E402
-from scripts.gpu_parts.machine import same  # noqa: E402
-from scripts.gpu_parts.part import Check, Part, Record, carry_out  # noqa: E402
-from scripts.gpu_parts.running import run  # noqa: E402
-from scripts.gpu_parts.summary import summary  # noqa: E402
-from suite.command import supervision  # noqa: E402
+from scripts.gpu_parts import MACHINE, PARTS
+from scripts.gpu_parts.machine import same
+from scripts.gpu_parts.part import Check, Part, Record, carry_out
+from scripts.gpu_parts.running import run
+from scripts.gpu_parts.summary import summary
+from suite.command import supervision
 
 
 def main(arguments: list[str]) -> int:

@@ -7,19 +7,18 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from suite.command import supervision  # noqa: E402
+from suite.command import supervision
 
 if __name__ == "__main__":
     supervision.begin()
 
-from driftlab.record.seed_record import RecordError  # noqa: E402
-from driftlab.report.paper import WIDTHS, read_run, write_curves  # noqa: E402
-from suite.command.errors import ConfigurationError, one_line  # noqa: E402
-from suite.reading.judging import check_no_links  # noqa: E402
-from suite.reading.stored import read_settings, read_strangers  # noqa: E402
+from driftlab.record.seed_record import RecordError
+from driftlab.report.paper import WIDTHS, read_run, write_curves
+from suite.command.errors import ConfigurationError, one_line
+from suite.reading.judging import check_no_links
+from suite.reading.stored import read_settings, read_strangers
 
 
 def main() -> int:

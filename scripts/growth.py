@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from suite.command import supervision  # noqa: E402
+from suite.command import supervision
 
 if __name__ == "__main__":
     supervision.begin()
 
-from driftlab.record.seed_record import finished_seeds, read_seed  # noqa: E402
-from scripts import growth_page, scale  # noqa: E402
-from scripts.benchmark import FIVE  # noqa: E402
+from driftlab.record.seed_record import finished_seeds, read_seed
+from scripts import growth_page, scale
+from scripts.benchmark import FIVE
+from suite.command.command_line import ROOT
 
 PAGE = ROOT / "results" / "published" / "growth"
 MEASURED = PAGE / "measured.csv"

@@ -16,16 +16,15 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from suite.command import supervision  # noqa: E402
+from suite.command import supervision
 
 if __name__ == "__main__":
     supervision.begin()  # Ctrl-C, and whatever a stranger's folder brings about, is one line
 
-from driftlab.words import Verdict  # noqa: E402
-from suite.command.errors import ConfigurationError  # noqa: E402
+from driftlab.words import Verdict
+from suite.command.errors import ConfigurationError
 
 
 class Parser(argparse.ArgumentParser):

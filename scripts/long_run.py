@@ -13,23 +13,23 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from suite.command import supervision  # noqa: E402
+from suite.command import supervision
 
 if __name__ == "__main__":
     supervision.begin()
 
-from driftlab.glossary import PUBLISHED_NOTE  # noqa: E402
-from driftlab.record.seed_record import write_whole  # noqa: E402
-from scripts.long_run_parts.answer import answer  # noqa: E402
-from scripts.long_run_parts.rules import network  # noqa: E402
-from suite.command.errors import ConfigurationError  # noqa: E402
-from suite.reading.archive import find_runs, read_judged  # noqa: E402
-from suite.reading.judging import Judged, write_shown  # noqa: E402
-from suite.reading.opening import opening  # noqa: E402
-from suite.reading.publishing import made, sections  # noqa: E402
+from driftlab.glossary import PUBLISHED_NOTE
+from driftlab.record.seed_record import write_whole
+from scripts.long_run_parts.answer import answer
+from scripts.long_run_parts.rules import network
+from suite.command.command_line import ROOT
+from suite.command.errors import ConfigurationError
+from suite.reading.archive import find_runs, read_judged
+from suite.reading.judging import Judged, write_shown
+from suite.reading.opening import opening
+from suite.reading.publishing import made, sections
 
 BESIDE = (
     "`python train.py +experiment=long_run logger=none` trains the faults beside it, next to one reference.\n"

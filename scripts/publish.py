@@ -6,16 +6,16 @@ import sys
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from suite.command import supervision  # noqa: E402
+from suite.command import supervision
 
 if __name__ == "__main__":
     supervision.begin()
 
-from suite.command.errors import ConfigurationError, one_line  # noqa: E402
-from suite.reading.publishing import publish  # noqa: E402
+from suite.command.command_line import ROOT
+from suite.command.errors import ConfigurationError, one_line
+from suite.reading.publishing import publish
 
 
 def main(runs: list[str]) -> int:

@@ -18,15 +18,15 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from suite.command import supervision  # noqa: E402
+from suite.command import supervision
 
 if __name__ == "__main__":
     supervision.begin()
 
-from driftlab.record import seed_record as records  # noqa: E402
+from driftlab.record import seed_record as records
+from suite.command.command_line import ROOT
 
 MIB = 2**20
 COLUMNS = ("seeds", "judged in", "processor", "peak memory", "report.html", "verdict.json")

@@ -16,16 +16,15 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from suite.command import supervision  # noqa: E402
+from suite.command import supervision
 
 if __name__ == "__main__":
     supervision.begin()
 
-from suite.command.errors import ConfigurationError, one_line  # noqa: E402
-from suite.showing.loggers.weights_and_biases import logged_in  # noqa: E402
+from suite.command.errors import ConfigurationError, one_line
+from suite.showing.loggers.weights_and_biases import logged_in
 
 
 def main(arguments: list[str]) -> int:
