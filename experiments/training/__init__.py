@@ -34,9 +34,9 @@ from suite.running.experiment_folder import (
     make_folder,
     say_outdated,
 )
-from suite.running.float64_steps import as_begun, settle
+from suite.running.float64_steps import NUMBER, as_begun
 from suite.running.importing import imported, own_sources, source_digest
-from suite.running.local_choice import local_choice, settle_windows
+from suite.running.local_choice import WINDOWS, local_choice
 from suite.running.own_data import load_data
 from suite.running.seed_run import answer_first, train
 from suite.running.workers import carry_out, in_a_worker
@@ -128,9 +128,9 @@ def _begun_beside(settings: DictConfig, seeds: list[int], first: Experiment) -> 
     with _in_its_folder(look_up(settings, first.data_set, terminal), seeds) as (experiment, todo):
         begin(experiment)
         if todo and experiment.settings.float64_steps == AUTO and first.choice:
-            experiment = settle(experiment, first.choice)
+            experiment = NUMBER.settle(experiment, first.choice)
         if todo and follows_auto(experiment.settings) and first.windows:
-            experiment = settle_windows(experiment, first.windows)
+            experiment = WINDOWS.settle(experiment, first.windows)
         terminal.say(f"beside it: {title(experiment.settings)}  {experiment.digest}")
         return experiment, todo
 
@@ -177,9 +177,9 @@ def _planned(
     sketch = _sketch(experiment, built, seeds[0], timed=bool(todo))  # whose error leaves no file
     begin(experiment)
     if todo and experiment.settings.float64_steps == AUTO:
-        experiment = settle(experiment, float64_choice(experiment.settings, sketch))
+        experiment = NUMBER.settle(experiment, float64_choice(experiment.settings, sketch))
     if todo and follows_auto(experiment.settings):
-        experiment = settle_windows(experiment, local_choice(experiment.settings, sketch))
+        experiment = WINDOWS.settle(experiment, local_choice(experiment.settings, sketch))
     settings = experiment.settings
     starts = [checkpoint_step(seed_folder(experiment.folder, seed) / "checkpoint") or 0 for seed in todo]
     # as many arms more as there are further candidates

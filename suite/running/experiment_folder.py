@@ -22,8 +22,8 @@ from suite.command.errors import ConfigurationError, one_line, refused_by_disk, 
 from suite.command.seeds import format_seeds
 from suite.data.samples import DataSet
 from suite.reading.stored import MEASUREMENTS, as_yaml, read_checked
-from suite.running.float64_steps import read_choice, with_choice
-from suite.running.local_choice import read_windows, with_windows
+from suite.running.float64_steps import NUMBER
+from suite.running.local_choice import WINDOWS
 from suite.running.ownership import OwnershipLost, owned_by_me
 from suite.showing.terminal import Terminal
 
@@ -67,12 +67,12 @@ def look_up(settings: DictConfig, data_set: DataSet | None, terminal: Terminal) 
     """The experiment, as far as an earlier command left it; nothing is written."""
     name = digest(settings)
     folder = Path(settings.results) / settings.name / name
-    choice = read_choice(folder) if settings.get("float64_steps") == AUTO else None
+    choice = NUMBER.read(folder) if settings.get("float64_steps") == AUTO else None
     if choice is not None:
-        settings = with_choice(settings, choice)
-    windows = read_windows(folder) if follows_auto(settings) else None
+        settings = NUMBER.taken(settings, choice)
+    windows = WINDOWS.read(folder) if follows_auto(settings) else None
     if windows is not None:
-        settings = with_windows(settings, windows)
+        settings = WINDOWS.taken(settings, windows)
     terms = {"choice": choice, "windows": windows}
     return Experiment(settings, name, folder, data_set, _command(settings), terminal, **terms)
 

@@ -7,22 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
-from driftlab.record.files import write_whole
 from suite.command.configuration import ALL_FLOAT64_STEPS, AUTO, digest, with_float64_steps
-from suite.command.errors import storage
-from suite.reading.stored import as_yaml
-from suite.running import chosen
-
-if TYPE_CHECKING:
-    from suite.running.experiment_folder import Experiment
-
-NAME = "float64_steps"
+from suite.running.chosen import Chosen
 
 
 def as_begun(settings: DictConfig, say: Callable[[str], None]) -> DictConfig:
@@ -37,34 +27,8 @@ def as_begun(settings: DictConfig, say: Callable[[str], None]) -> DictConfig:
     return before
 
 
-def read_choice(folder: Path) -> dict | None:
-    """What was chosen for the experiment in ``folder``; None where nobody has chosen yet.
-
-    Raises:
-        ConfigurationError: it is damaged: its seeds' ``run.json`` say it too.
-    """
-    return chosen.read_choice(folder, NAME, _is_number)
-
-
-def settle(experiment: Experiment, choice: dict) -> Experiment:
-    """The experiment with the number that stands in its folder: that of ``choice``, if it comes first.
-
-    Raises:
-        Unfinished: the disk refuses the file.
-    """
-    settings, folder = experiment.settings, experiment.folder
-    with storage(settings.results, lambda: "no seed was begun"):
-        choice = chosen.first_of_all(folder, NAME, choice, _is_number)
-        settings = with_choice(settings, choice)
-        write_whole(folder / "experiment.yaml", as_yaml(settings))
-    return replace(experiment, settings=settings, choice=choice)
-
-
 def _is_number(steps: object) -> bool:
     return isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
 
 
-def with_choice(settings: DictConfig, choice: dict) -> DictConfig:
-    settings = settings.copy()
-    settings.float64_steps = choice["float64_steps"]
-    return settings
+NUMBER = Chosen("float64_steps", setting="float64_steps", field="choice", is_one=_is_number)

@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
 from driftlab.lockstep.control import ENSEMBLE
-from driftlab.record.files import write_whole
 from suite.command.configuration import steps_in
-from suite.command.errors import storage
-from suite.reading.stored import as_yaml
-from suite.running import chosen
+from suite.running.chosen import Chosen
 from suite.running.costs import Sketch, training_seconds
 from suite.running.networks import probed_in
-
-if TYPE_CHECKING:
-    from suite.running.experiment_folder import Experiment
 
 NAME = "local_windows"
 # The next where the training is at least this much longer: what one misses shows in the next.
@@ -59,34 +50,12 @@ def spread(steps: int, most: int, updates: int) -> list[int]:
     return [last]
 
 
-def read_windows(folder: Path) -> dict | None:
-    """What was chosen for the experiment in ``folder``. Raises ConfigurationError where it is damaged."""
-    return chosen.read_choice(folder, NAME, _are_windows)
-
-
-def settle_windows(experiment: Experiment, choice: dict) -> Experiment:
-    """The experiment with the windows that stand in its folder: those of ``choice``, if it comes first.
-
-    Raises:
-        Unfinished: the disk refuses the file.
-    """
-    settings, folder = experiment.settings, experiment.folder
-    with storage(settings.results, lambda: "no seed was begun"):
-        choice = chosen.first_of_all(folder, NAME, choice, _are_windows)
-        settings = with_windows(settings, choice)
-        write_whole(folder / "experiment.yaml", as_yaml(settings))
-    return replace(experiment, settings=settings, windows=choice)
-
-
-def with_windows(settings: DictConfig, choice: dict) -> DictConfig:
-    settings = settings.copy()
-    settings.local.windows = choice[NAME]
-    return settings
-
-
 def _are_windows(begins: object) -> bool:
     return (
         isinstance(begins, Sequence)
         and all(isinstance(b, int) and b >= 0 for b in begins)
         and all(b > a for a, b in pairwise(begins))
     )
+
+
+WINDOWS = Chosen(NAME, setting="local.windows", field="windows", is_one=_are_windows)

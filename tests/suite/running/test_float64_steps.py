@@ -14,7 +14,7 @@ from suite.command.errors import ConfigurationError
 from suite.reading.stored import read_settings
 from suite.running.costs import Cost, Sketch, float64_choice, forecast, training_seconds
 from suite.running.experiment_folder import open_experiment
-from suite.running.float64_steps import as_begun, settle
+from suite.running.float64_steps import NUMBER, as_begun
 from suite.showing.terminal import Terminal
 from tests.suite.conftest import ROOT
 
@@ -108,9 +108,9 @@ def choice(steps):
 
 
 def test_who_comes_first_chooses_for_all(full):
-    first = settle(open_experiment(full(), None, QUIET), choice(70))
+    first = NUMBER.settle(open_experiment(full(), None, QUIET), choice(70))
     assert first.settings.float64_steps == 70
-    second = settle(open_experiment(full(), None, QUIET), choice(900))
+    second = NUMBER.settle(open_experiment(full(), None, QUIET), choice(900))
     later = open_experiment(full(), None, QUIET)
     for experiment in (first, second, later):
         assert experiment.settings.float64_steps == 70
@@ -125,7 +125,7 @@ def test_of_many_machines_at_once_one_chooses(full):
     def machine(number):
         experiment = open_experiment(settings, None, QUIET)
         together.wait()
-        settled.append(settle(experiment, choice(number)))
+        settled.append(NUMBER.settle(experiment, choice(number)))
 
     machines = [threading.Thread(target=machine, args=[50 + n]) for n in range(12)]
     for thread in machines:
@@ -140,7 +140,7 @@ def test_of_many_machines_at_once_one_chooses(full):
 
 @pytest.mark.parametrize("damaged", ["{", '{"float64_steps": 0}', '{"float64_steps": 9, "seal": "no"}', "{}"])
 def test_a_damaged_choice_is_one_line(full, damaged):
-    experiment = settle(open_experiment(full(), None, QUIET), choice(70))
+    experiment = NUMBER.settle(open_experiment(full(), None, QUIET), choice(70))
     file = experiment.folder / "float64_steps" / "chosen.json"
     file.write_text(damaged)
     with pytest.raises(ConfigurationError, match=r"chosen\.json") as error:

@@ -12,7 +12,7 @@ from driftlab.record.local_windows import growth, windows_of
 from driftlab.record.seed_record import RecordError, read_local, read_seed
 from suite.command.errors import ConfigurationError
 from suite.running.costs import Cost, Sketch
-from suite.running.local_choice import CLOSEST, local_choice, settle_windows, spread
+from suite.running.local_choice import CLOSEST, WINDOWS, local_choice, spread
 from tests.suite.programs import ONE_BLOCK
 from tests.suite.running.test_float64_steps import QUIET, configured, open_experiment
 
@@ -48,8 +48,8 @@ def test_they_take_their_share_of_the_training():
 
 def test_who_comes_first_chooses_for_all(tmp_path):
     settings = configured("scale=small", f"results={tmp_path}")
-    first = settle_windows(open_experiment(settings, None, QUIET), {"local_windows": [9, 60], "why": "so"})
-    second = settle_windows(open_experiment(settings, None, QUIET), {"local_windows": [70], "why": "or so"})
+    first = WINDOWS.settle(open_experiment(settings, None, QUIET), {"local_windows": [9, 60], "why": "so"})
+    second = WINDOWS.settle(open_experiment(settings, None, QUIET), {"local_windows": [70], "why": "or so"})
     later = open_experiment(settings, None, QUIET)
     for experiment in (first, second, later):
         assert experiment.settings.local.windows == [9, 60]
