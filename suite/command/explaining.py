@@ -38,11 +38,13 @@ def _line(error: BaseException) -> str | None:
         return str(error)
     if isinstance(error, OSError) and refused_by_disk(error) and error.filename is None:
         return f"what is printed cannot be written ({str(error.strerror).lower()}): send it elsewhere"
-    if isinstance(error, OSError) and _of_hydras_folder(error):
+    rooms = _rooms(error)
+    if isinstance(error, OSError) and rooms[-1:] == ["pathlib"] and "hydra" in rooms:  # a folder for a job
         return f"{error.filename} cannot be made ({str(error.strerror).lower()}): write another one"
     if isinstance(error, OSError) and refused_by_disk(error):
         return f"{error.filename} cannot be written ({str(error.strerror).lower()}): write results=FOLDER"
-    if not isinstance(error, HydraException | OmegaConfBaseException) and not _while_composing(error):
+    while_composing = rooms and rooms[-1] in ("hydra", "omegaconf")
+    if not isinstance(error, HydraException | OmegaConfBaseException) and not while_composing:
         return None
     text = " ".join(line.strip() for line in str(error).splitlines() if line.strip())
     if isinstance(error, InterpolationKeyError):
@@ -124,16 +126,10 @@ def _beside(function: str) -> list[str]:
     return [n.rpartition(".")[2] for n in settings() if n.startswith(f"{function}.")]
 
 
-def _of_hydras_folder(error: BaseException) -> bool:
-    """Whether Hydra could not make a folder for a job, before anything of ours began."""
+def _rooms(error: BaseException) -> list[str]:
+    """Whose code was at work, from the outermost call to the place of the error; none where ours was."""
     rooms = [f.f_globals.get("__name__", "").partition(".")[0] for f, _ in walk_tb(error.__traceback__)]
-    return rooms[-1:] == ["pathlib"] and "hydra" in rooms and not {"suite", "experiments"} & {*rooms}
-
-
-def _while_composing(error: BaseException) -> bool:
-    """Whether Hydra itself stumbled, over what the command line holds, and nothing of ours was at work."""
-    rooms = [f.f_globals.get("__name__", "").partition(".")[0] for f, _ in walk_tb(error.__traceback__)]
-    return bool(rooms) and rooms[-1] in ("hydra", "omegaconf") and not {"suite", "experiments"} & {*rooms}
+    return [] if {"suite", "experiments"} & {*rooms} else rooms
 
 
 def _quoted(override: str) -> str | None:
