@@ -28,8 +28,7 @@ from suite.command.command_line import ROOT
 from suite.command.errors import ConfigurationError
 from suite.reading.archive import find_runs, read_judged
 from suite.reading.judging import Judged, write_shown
-from suite.reading.opening import opening
-from suite.reading.publishing import made, sections
+from suite.reading.publishing import made, opening, sections
 
 BESIDE = (
     "`python train.py +experiment=long_run logger=none` trains the faults beside it, next to one reference.\n"

@@ -9,8 +9,7 @@ from driftlab.record.seed_record import SeedRecord
 from driftlab.report.sections import Answer, Table
 from driftlab.rounding import HALFWAY
 from scripts.long_run_parts.figure import figure
-from scripts.long_run_parts.rules import Network, free_pair_stays
-from scripts.long_run_parts.series import CONTROLS, grown, times
+from scripts.long_run_parts.rules import CONTROLS, Network, free_pair_stays, grown, times
 from scripts.long_run_parts.words import LOOKS, found_at, scores, sentence, two, verdicts, whole
 from suite.showing.wording import Column, share_of, spread, table
 

@@ -11,8 +11,7 @@ from matplotlib.figure import Figure as Canvas
 
 from driftlab.report.sections import Figure, Look
 from driftlab.rounding import HALFWAY
-from scripts.long_run_parts.rules import Network
-from scripts.long_run_parts.series import CONTROLS, distances, grown, times
+from scripts.long_run_parts.rules import CONTROLS, Network, distances, grown, times
 from scripts.long_run_parts.words import ADDED_UP
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from bench.habits import LOSS_TOLERANCE, PRINTED_DECIMALS, Rule, printed_alike, within
-from driftlab.along import all_stay, leaves_its_controls
+from driftlab.along import all_stay, leaves_its_controls, times_the_controls
 from driftlab.inquiry import Examined
 from driftlab.probes.local_windows import PROBE as LOCAL_WINDOWS
-from driftlab.record.local_windows import windows_of
+from driftlab.record.local_windows import growth, windows_of
 from driftlab.record.seed_record import Row, SeedRecord
 from driftlab.verdict.envelope import window_pair
 from driftlab.verdict.outcomes import tail_of
@@ -22,6 +22,7 @@ WORDS = {
     "gradient": "fault: a conv's weight gradient 0.1 % too large",
     "schedule": "fault: a conv's rate one update late",
 }
+CONTROLS = ("control.float64", "control.float32")
 # What looks at the end of a training; had it ended before, that would have been another.
 AT_THE_END = ("function_later", "last_step")
 _SAYS = {Verdict.ROUND_OFF: True, Verdict.BIT_IDENTICAL: True, Verdict.BUG: False}
@@ -53,6 +54,37 @@ def network(run: Judged) -> Network:
         return Network("right rewrite: convs split", None, run.records)
     begins = int(options.at)
     return Network(f"{WORDS[options.sort]} from step {begins} on", begins, run.records)
+
+
+# Numbers along the run, seed by seed: growth and excess in its windows, distances step by step.
+
+
+def grown(network: Network, arm: str) -> dict[int, list[float]]:
+    """Window -> by how much the distance of an arm grows an update, seed by seed."""
+    return _by_window(network, lambda rows: growth(rows, f"weight_distance/{arm}"))
+
+
+def times(network: Network) -> dict[int, list[float]]:
+    return _by_window(network, lambda rows: times_the_controls(rows, Examined([])))
+
+
+def _by_window(network: Network, of: Callable[[list], float | None]) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for record in network.records:
+        for begins, rows in windows_of(record.local).items():
+            found.setdefault(begins, [])
+            if (value := of(rows)) is not None:
+                found[begins].append(value)
+    return {begins: found[begins] for begins in sorted(found)}
+
+
+def distances(network: Network, arm: str) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for record in network.records:
+        for step, value in record.series("weight_distance", arm).items():
+            if step and value > 0:
+                found.setdefault(step, []).append(value)
+    return {step: found[step] for step in sorted(found)}
 
 
 def until(record: SeedRecord, step: int) -> SeedRecord:

@@ -9,8 +9,7 @@ from bench import habits
 from bench.habits import Score
 from driftlab.verdict.rules import judge
 from driftlab.words import Judgement, Verdict
-from scripts.long_run_parts.rules import DRIFTLAB, RULES, Network, free_pair_stays
-from scripts.long_run_parts.series import CONTROLS, grown
+from scripts.long_run_parts.rules import CONTROLS, DRIFTLAB, RULES, Network, free_pair_stays, grown
 from suite.showing.wording import counted, listed, sentences, share_of, spread
 
 LOOKS = (30, 300, 3_000)

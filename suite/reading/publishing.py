@@ -13,10 +13,16 @@ from driftlab.record.seed_record import write_whole
 from suite.command.errors import ConfigurationError
 from suite.reading.archive import read_judged
 from suite.reading.judging import Judged, check_no_links, repeat_command, write_shown
-from suite.reading.opening import opening, paragraph
 from suite.reading.publishing_curves import published_curves
 from suite.reading.stored import SETTINGS
+from suite.showing.wording import markdown_row
 
+# The sentences under "Found"; what else was found follows "How sure".
+MOST_FOUND = 4
+# A paragraph of more sentences is easier to read as a list.
+MOST_IN_A_PARAGRAPH = 3
+# Behind a full stop, before a capital letter or one of our own names, outside of brackets.
+_END = re.compile(r"(?<=[.?!]) (?=[A-Z]|float\d|driftlab\.)(?![^(]*\))")
 # Beyond so many rows a table stands in its CSV file alone.
 MOST_ROWS = 40
 
@@ -64,6 +70,47 @@ def _page(judged: Judged, answer: Mapping, page: Path) -> Iterable[str]:
     yield from sections(answer, page)
 
 
+def opening(settings: Mapping, seeds: int, controlled: bool, verdict: str, sentence: str) -> Iterable[str]:
+    """The paragraphs under the title.
+
+    Args:
+        settings: of the run; ``question`` or ``hypothesis``, ``source`` and ``caveat`` are shown.
+        controlled: whether a control was trained beside the pair.
+        verdict: with its headline.
+        sentence: the answer, of any number of sentences.
+    """
+    asked = settings.get("question") or f"Does this hold: {settings['hypothesis']}?"
+    found = sentences(sentence)
+    sure = f"n = {seeds} seed{'s' * (seeds != 1)}"
+    if controlled:
+        sure += ", beside a control: the reference with one weight moved by one unit in the last place (ulp)"
+    yield f"**Asked.** {_joined(asked, settings.get('source'))}\n"
+    yield f"**Found.** {verdict}\n"
+    yield as_list(found[:MOST_FOUND])
+    yield f"**How sure.** {_joined(f'{sure}.', settings.get('caveat'))}\n"
+    if found[MOST_FOUND:]:
+        yield "**Found as well.**\n"
+        yield as_list(found[MOST_FOUND:])
+
+
+def _joined(*texts: str | None) -> str:
+    return " ".join(text for text in texts if text)
+
+
+def sentences(text: str) -> list[str]:
+    return [line for line in _END.split(text) if line]
+
+
+def as_list(lines: Iterable[str]) -> str:
+    return "".join(f"- {line}\n" for line in lines)
+
+
+def paragraph(text: str) -> str:
+    """A few sentences as they are, more of them as a list."""
+    lines = sentences(text)
+    return as_list(lines) if len(lines) > MOST_IN_A_PARAGRAPH else f"{text}\n"
+
+
 def sections(answer: Mapping, page: Path) -> Iterable[str]:
     """The figures and tables of ``answer``, as ``write_shown`` left them in ``page``."""
     for figure in answer["figures"]:
@@ -98,14 +145,10 @@ def _table(table: Mapping, numbers: Path) -> Iterable[str]:
     if len(table["rows"]) > MOST_ROWS:
         yield f"{len(table['rows'])} rows: {file}\n"
         return
-    yield _row(table["headings"])
-    yield _row(["---:" if numeric else "---" for numeric in table["numeric"]])
-    yield from map(_row, table["rows"])
+    yield markdown_row(table["headings"])
+    yield markdown_row(["---:" if numeric else "---" for numeric in table["numeric"]])
+    yield from map(markdown_row, table["rows"])
     yield f"\nAs a file: {file}\n"
-
-
-def _row(cells: Iterable[str]) -> str:
-    return "| " + " | ".join(text.replace("|", "\\|").replace("\n", " ") for text in cells) + " |"
 
 
 def made(judged: Judged) -> Iterable[str]:

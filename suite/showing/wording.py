@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -78,6 +79,11 @@ def power_of_two(ratio: float) -> str:
 def sentences(*said: str | None) -> str:
     """Those that there are, one after the other."""
     return " ".join(one for one in said if one)
+
+
+def markdown_row(cells: Iterable[str]) -> str:
+    """Of a table; a bar in a cell is no border."""
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 # The seeds taken together.
@@ -161,16 +167,7 @@ def over(take: Callable[[list], Any], key: str, heading: str | None = None) -> C
     return Column(key, heading, lambda rows: take(found) if (found := numbers(rows, key)) else None)
 
 
-def least(key: str, heading: str | None = None) -> Column:
-    return over(min, key, heading)
-
-
-def greatest(key: str, heading: str | None = None) -> Column:
-    return over(max, key, heading)
-
-
-def middle(key: str, heading: str | None = None) -> Column:
-    return over(median, key, heading)
+least, greatest, middle = (partial(over, take) for take in (min, max, median))
 
 
 def table(

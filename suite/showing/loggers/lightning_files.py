@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from driftlab.report.sections import Answer, Table, shown
 from suite.command.errors import ConfigurationError
 from suite.showing.loggers.contents import figures, searchable, seed_summary, tables, verdict_summary
+from suite.showing.wording import markdown_row
 
 
 class TensorBoardSeed:
@@ -111,9 +112,9 @@ def _as_yaml(values: Mapping) -> str:
 
 
 def _as_markdown(table: Table) -> Iterable[str]:
-    """A table and what it says; a bar in a cell is no border."""
+    """A table and what it says."""
     text = shown(table)
     for cells in (text.headings, ["---"] * len(text.headings), *text.rows):
-        yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
+        yield markdown_row(cells)
     if text.conclusion:
         yield f"\n{text.conclusion}"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from suite.reading.opening import opening, paragraph, sentences
+from suite.reading.publishing import opening, paragraph, sentences
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = {p.parent.name: p for p in sorted((ROOT / "results/published").glob("*/README.md"))}
