@@ -17,11 +17,10 @@ from suite.command.idle import say_beyond
 from suite.command.jobs import Ran
 from suite.command.leftovers import no_empty_folder
 from suite.command.machine import process_settled
-from suite.command.naming import title
 from suite.command.rewrites import each, rewrites_of
 from suite.command.schema import Training as Settings
 from suite.command.seeds import parse_seeds
-from suite.command.written import written
+from suite.command.written import title, written
 from suite.running.arguments import check_network
 from suite.running.building import Built, on_cpu
 from suite.running.costs import Sketch, build_sketched, float64_choice, forecast, make_sketch

@@ -24,14 +24,13 @@ from hydra_plugins.hydra_submitit_launcher import submitit_launcher
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from suite.command import jobs
+from suite.command.command_line import CONF
 from suite.command.errors import ConfigurationError
 from suite.command.leftovers import to_take_away
 from suite.command.supervision import Stopped
 
 if TYPE_CHECKING:
     from hydra_plugins.driftlab._slurm_waiting import Outcome, Task
-
-CONF = Path(__file__).resolve().parents[2] / "conf"
 
 
 class SeedSweeper(BasicSweeper):

@@ -15,10 +15,8 @@ from suite.command.command_line import given, in_sweep, instead, kind, overrides
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.idle import OF_TRAININGS, say_idle
 from suite.command.machine import chosen_device, register_resolvers, seeds_at_once, threads_chosen
-from suite.command.naming import label
-from suite.command.own_targets import drop_arguments_of_others
 from suite.command.schema import Scale, ScaleName, Shared, Training, WithOwnData
-from suite.command.written import written
+from suite.command.written import drop_arguments_of_others, label, written
 
 # What does not change a seed's curves, and so is not part of the experiment's identity: seeds, paths,
 # loggers, and how a run is carried out.

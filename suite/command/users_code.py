@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from driftlab.blame import described, is_ours, is_out_of_memory
 from driftlab.words import DiagnoseError
+from suite.command.command_line import ROOT
 from suite.command.errors import ConfigurationError, exit_called
 from suite.command.supervision import Stopped
 
-_ROOT = Path(__file__).resolve().parents[2]
-ROOMS = tuple(str(_ROOT / room) for room in ("suite", "experiments", "hydra_plugins", "train.py"))
-_OF_DRIFTLAB = (*ROOMS, str(_ROOT / "driftlab"))
+ROOMS = tuple(str(ROOT / room) for room in ("suite", "experiments", "hydra_plugins", "train.py"))
+_OF_DRIFTLAB = (*ROOMS, str(ROOT / "driftlab"))
 
 
 @contextmanager

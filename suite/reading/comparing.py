@@ -15,8 +15,8 @@ from driftlab.report.compare_tables import Asked, Pair
 from driftlab.report.tables import MISSING, number
 from driftlab.words import Evidence
 from suite.command.errors import ConfigurationError, one_line
-from suite.command.naming import title
 from suite.command.seeds import format_seeds
+from suite.command.written import title
 from suite.reading.archive import find_runs, read_judged
 from suite.showing.tables import COLOURS, plain, print_whole
 from suite.showing.tables import printable as shown

@@ -21,8 +21,8 @@ from driftlab.report.sections import Answer, as_csv, as_files, shown
 from driftlab.verdict.rules import judge as judge_records
 from driftlab.words import Judgement
 from suite.command.errors import ConfigurationError
-from suite.command.naming import title
 from suite.command.seeds import format_seeds
+from suite.command.written import title
 from suite.reading.stored import as_yaml, measurements
 
 if TYPE_CHECKING:

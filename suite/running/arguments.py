@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -14,11 +14,11 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from suite.command.checking import shown
 from suite.command.command_line import given, instead
 from suite.command.errors import ConfigurationError
+from suite.command.written import HYDRAS
 from suite.running.importing import class_count, imported, parameters
 from suite.running.own_data import part_argument
 
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-_HYDRAS = ("_target_", "_partial_")
 
 
 def check_network(settings: DictConfig) -> None:
@@ -27,7 +27,7 @@ def check_network(settings: DictConfig) -> None:
         if not settings[name].get("_target_"):
             continue
         function = imported(f"{name}._target_", settings[name]._target_)
-        own = {k: v for k, v in OmegaConf.to_container(settings[name]).items() if k not in _HYDRAS}
+        own = {k: v for k, v in OmegaConf.to_container(settings[name]).items() if k not in HYDRAS}
         check_arguments(name, function, own, known=_KNOWN[name](function, own))
     if settings.rewrite.target and "candidate" in settings.roles:
         check_rewrite("rewrite", settings)
@@ -44,7 +44,7 @@ def check_rewrite(name: str, settings: DictConfig) -> None:
 
 
 def check_arguments(
-    place: str, function: Callable, arguments: Mapping[str, Any], known: list[str] | None = None
+    place: str, function: Callable, arguments: Mapping[str, Any], known: Sequence[str | None] = ()
 ) -> None:
     """Raises ConfigurationError for an argument that it does not take, or not of this type.
 
@@ -54,7 +54,7 @@ def check_arguments(
     taken = parameters(function)
     if taken is None:
         return
-    free = [name for name in taken if name not in (known or [])]
+    free = [name for name in taken if name not in known]
     anything = any(p.kind is p.VAR_KEYWORD for p in taken.values())
     for name, value in arguments.items():
         if name not in free and not (anything and name not in taken):
@@ -67,33 +67,18 @@ def check_arguments(
             )
 
 
-def _counts(function: Callable, given: object) -> list[str]:
-    """The parameter of a network that the data set decides."""
-    name = class_count(function)
-    return [name] if name else []
-
-
-def _part(function: Callable, given: object) -> list[str]:
-    name = part_argument(function, given)
-    return [name] if name else []
-
-
-def _first(function: Callable, given: object = None, count: int = 1) -> list[str]:
-    """The parameters that the suite fills: the network, what an optimizer updates, the optimizer."""
+def _first(function: Callable, count: int = 1) -> list[str]:
     return list(parameters(function) or [])[:count]
 
 
-def _outputs_and_targets(function: Callable, given: object) -> list[str]:
-    return [] if isinstance(function, type) else _first(function, count=2)
-
-
-# setting -> the parameters of its function that the suite fills
-_KNOWN: dict[str, Callable[[Callable, object], list[str]]] = {
-    "model": _counts,
-    "data": _part,
-    "optimizer": _first,
-    "loss": _outputs_and_targets,
-    "scheduler": _first,
+# setting -> the parameters of its function that the suite fills: of a network the number of classes, the part
+# of a data set, what an optimizer updates, outputs and targets, the optimizer
+_KNOWN: dict[str, Callable[[Callable, object], list[str | None]]] = {
+    "model": lambda function, given: [class_count(function)],
+    "data": lambda function, given: [part_argument(function, given)],
+    "optimizer": lambda function, given: _first(function),
+    "loss": lambda function, given: [] if isinstance(function, type) else _first(function, count=2),
+    "scheduler": lambda function, given: _first(function),
 }
 
 

@@ -31,9 +31,9 @@ from suite.command.errors import storage
 from suite.command.idle import say_beyond
 from suite.command.jobs import Ran
 from suite.command.machine import process_settled
-from suite.command.naming import title
 from suite.command.seeds import parse_seeds
 from suite.command.users_code import told
+from suite.command.written import title
 from suite.data.images import Images
 from suite.reading.stored import MEASUREMENTS
 from suite.running.arguments import check_network

@@ -17,9 +17,7 @@ from driftlab.process import noticed
 from suite.command.command_line import ROOT
 from suite.command.errors import ConfigurationError
 from suite.command.users_code import let_end
-
-# whose files are another experiment where they were edited, besides the rewrite's (`rewrite.source`)
-_NAMED = ("model", "data", "optimizer", "loss", "scheduler")
+from suite.command.written import GROUPS
 
 
 def imported(setting: str, target: str) -> Callable:
@@ -70,9 +68,12 @@ def source_digest(function: Callable) -> str | None:
 
 
 def own_sources(settings: DictConfig) -> dict[str, str]:
-    """The digests of the files of what settings name that is neither installed nor of this suite."""
+    """The digests of the files of what settings name that is neither installed nor of this suite.
+
+    Edited, each is another experiment, as the rewrite's is (``rewrite.source``).
+    """
     found = {}
-    for name in _NAMED:
+    for name in GROUPS:
         target = (settings.get(name) or {}).get("_target_")
         function = imported(f"{name}._target_", target) if target else None
         if function is not None and _is_own(function):

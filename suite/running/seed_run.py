@@ -23,8 +23,8 @@ from driftlab.lockstep.loop import Lockstep
 from driftlab.lockstep.together import Together, sharing
 from driftlab.record.seed_record import RecordError, write_sealed
 from suite.command.errors import Unfinished, one_line, storage
-from suite.command.naming import title
 from suite.command.users_code import told
+from suite.command.written import title
 from suite.data.batches import Batches
 from suite.running.building import Built, build
 from suite.running.experiment_folder import Experiment, owned, take_up

@@ -20,8 +20,8 @@ from driftlab.rounding import UNIT_ROUND_OFF
 from driftlab.verdict.evidence import first_flip
 from driftlab.verdict.in_16_bits import precisions_in_16_bits
 from driftlab.words import Evidence, Verdict
-from suite.command.naming import title
 from suite.command.seeds import format_seeds
+from suite.command.written import title
 
 if TYPE_CHECKING:
     from suite.reading.judging import Judged

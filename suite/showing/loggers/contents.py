@@ -8,7 +8,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from driftlab.report.sections import Answer, Table
-from suite.command.naming import title
+from suite.command.written import title
 
 EVIDENCE = {
     "probe": "probe",

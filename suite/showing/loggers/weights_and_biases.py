@@ -25,7 +25,7 @@ from omegaconf import DictConfig
 
 from driftlab.report.sections import Answer, Table
 from suite.command.errors import ConfigurationError, one_line
-from suite.command.naming import title
+from suite.command.written import title
 from suite.showing.loggers.contents import figures, searchable, seed_summary, tables, verdict_summary
 
 # What an agent tells the command that it starts: W&B's SDK puts every run of that process in their place.

@@ -2,7 +2,7 @@
 
 from omegaconf import OmegaConf
 
-from suite.command.naming import title
+from suite.command.written import title
 from tests.suite.conftest import resolved
 
 SHORT = ("dtypes=[float32]", "steps=2", "local.windows=[]", "seed=0")
