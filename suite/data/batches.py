@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -40,17 +40,46 @@ def channel_statistics(images: torch.Tensor) -> tuple[list[float], list[float]]:
     return [value / count for value, _ in pairs], [math.sqrt(variance) or 1.0 for variance in variances]
 
 
-class Batches:
+class ByEpoch:
+    """Batches in an order that is drawn anew every epoch; the last, partial one of an epoch is dropped.
+
+    ``what`` the ``count`` things are that batches are made of. Raises ``DataError`` where ``batch_size`` is
+    below 1 or above their number.
+    """
+
+    def __init__(self, what: str, count: int, batch_size: int, device: torch.device | str, *seeds: int):
+        if not 1 <= batch_size <= count:
+            raise DataError(f"batch_size={batch_size}: give 1 to {count}, the number of training {what}")
+        self.batch_size, self.batches_per_epoch = batch_size, count // batch_size
+        self.device = torch.device(device)
+        self._seeds = seeds  # of order and augmentation
+        self._drawn_epoch: int | None = None
+
+    def epoch(self, step: int) -> int:
+        """The epoch, from 0, that this step belongs to."""
+        return step // self.batches_per_epoch
+
+    def _chosen(self, step: int) -> Sequence:
+        """The numbers of those that this step (from 0) takes, drawn with their epoch."""
+        if step < 0:
+            raise ValueError(f"step={step}: steps count from 0")
+        if self.epoch(step) != self._drawn_epoch:
+            self._draw(self.epoch(step))
+            self._drawn_epoch = self.epoch(step)
+        start = step % self.batches_per_epoch * self.batch_size
+        return self._order[start : start + self.batch_size]
+
+
+class Batches(ByEpoch):
     """Training batches of a data set: random crops and flips, normalised, in an order that a seed fixes.
 
     ``batch(step)`` depends on the seeds and the step alone, never on what was asked for before, so a resumed
     run sees the same bits as one that was never interrupted. An epoch visits its images in the order of raw
     Philox words drawn for (order_seed, epoch); crop and flip come from one word for each image, drawn for
-    (augmentation_seed, epoch). The last, partial batch of an epoch is dropped.
+    (augmentation_seed, epoch).
 
     The images stay on ``device`` as uint8. A new epoch sends its draws over once; a batch is made of index
-    arithmetic there, and nothing waits for the device. Raises ``DataError`` where ``batch_size`` is below 1
-    or above the number of training images.
+    arithmetic there, and nothing waits for the device.
     """
 
     def __init__(
@@ -63,11 +92,8 @@ class Batches:
         augment: bool = True,
     ):
         count = len(images.train_images)
-        if not 1 <= batch_size <= count:
-            raise DataError(f"batch_size={batch_size}: give 1 to {count}, the number of training images")
-        self.batch_size, self.batches_per_epoch = batch_size, count // batch_size
-        self.device, self.augment = torch.device(device), augment
-        self._seeds = {_ORDER: order_seed, _AUGMENTATION: augmentation_seed}
+        super().__init__("images", count, batch_size, device, order_seed, augmentation_seed)
+        self.augment = augment
         mean, std = channel_statistics(images.train_images)
         self.mean = torch.tensor(mean, dtype=torch.float64).div(255).float()
         self.std = torch.tensor(std, dtype=torch.float64).div(255).float()
@@ -77,20 +103,10 @@ class Batches:
         self._test = images.test_images.to(self.device), images.test_labels.to(self.device)
         self._rows = torch.arange(images.train_images.shape[2], device=self.device)
         self._columns = torch.arange(images.train_images.shape[3], device=self.device)
-        self._drawn_epoch = None
-
-    def epoch(self, step: int) -> int:
-        """The epoch, from 0, that this step belongs to."""
-        return step // self.batches_per_epoch
 
     def batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The batch of this step (from 0), on the device: inputs float32 [B, C, H, W], targets int64 [B]."""
-        if step < 0:
-            raise ValueError(f"step={step}: steps count from 0")
-        if self.epoch(step) != self._drawn_epoch:
-            self._draw(self.epoch(step))
-        start = step % self.batches_per_epoch * self.batch_size
-        chosen = self._order[start : start + self.batch_size]
+        chosen = self._chosen(step)
         pixels = self._train[0].index_select(0, chosen)
         if self.augment:
             pixels = self._crop_and_flip(pixels, chosen)
@@ -121,7 +137,6 @@ class Batches:
             left = (words & np.uint64(2**31 - 1)) * places >> np.uint64(31)
             flip = words >> np.uint64(31) & np.uint64(1)
             self._draws = self._send(np.stack([top, left, flip]).astype(np.int64))
-        self._drawn_epoch = epoch
 
     def _send(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)

@@ -14,13 +14,13 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data import IterableDataset
 
-from suite.data.batches import philox_words
+from suite.data.batches import ByEpoch, philox_words
 from suite.data.images import DataError, Images
 
 Batch = tuple[object, object]
 TEST_EVERY = 6  # of one set without a test set every sixth sample is for testing, as in a folder of images
 LOOKED_AT = 256  # samples of each set that the digest is made of, evenly spread
-_ORDER, _AUGMENTATION, _FIXED = 0, 1, 2
+_FIXED = 2  # a stream beside those of an epoch
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,15 +139,14 @@ def drawing() -> Iterator[Callable[[int], None]]:
         random.setstate(state[2])
 
 
-class SampleBatches:
+class SampleBatches(ByEpoch):
     """Batches of somebody's own data set, as ``suite.data.batches.Batches`` are of images.
 
     ``batch(step)`` depends on the seeds and the step alone. An epoch visits the samples in the order of raw
     Philox words drawn for (order_seed, epoch). What a sample draws while it is fetched, from torch, NumPy or
     random, is drawn after seeding them with one word for each sample, of (augmentation_seed, epoch).
 
-    Raises ``DataError`` where ``batch_size`` is below 1 or above the number of training samples, and for a
-    batch that is no pair.
+    Raises ``DataError`` for a batch that is no pair.
     """
 
     def __init__(
@@ -158,27 +157,12 @@ class SampleBatches:
         augmentation_seed: int,
         device: torch.device | str,
     ):
-        if not 1 <= batch_size <= of.train_count:
-            raise DataError(
-                f"batch_size={batch_size}: give 1 to {of.train_count}, the number of training samples"
-            )
-        self.batch_size, self.batches_per_epoch = batch_size, of.train_count // batch_size
-        self.device, self._of = torch.device(device), of
-        self._seeds = {_ORDER: order_seed, _AUGMENTATION: augmentation_seed}
-        self._drawn_epoch: int | None = None
-
-    def epoch(self, step: int) -> int:
-        """The epoch, from 0, that this step belongs to."""
-        return step // self.batches_per_epoch
+        super().__init__("samples", of.train_count, batch_size, device, order_seed, augmentation_seed)
+        self._of = of
 
     def batch(self, step: int) -> Batch:
         """Inputs and targets of this step (from 0), on the device."""
-        if step < 0:
-            raise ValueError(f"step={step}: steps count from 0")
-        if self.epoch(step) != self._drawn_epoch:
-            self._draw(self.epoch(step))
-        start = step % self.batches_per_epoch * self.batch_size
-        return self._fetched(self._of.train, self._order[start : start + self.batch_size], self._words)
+        return self._fetched(self._of.train, self._chosen(step), self._words)
 
     def test_batches(self, images: int | None, batch_size: int) -> Iterator[Batch]:
         """The first ``images`` test samples, all where None; the last batch may be smaller.
@@ -194,9 +178,9 @@ class SampleBatches:
 
     def _draw(self, epoch: int) -> None:
         order, self._words = (
-            philox_words(seed, stream, epoch, self._of.train_count) for stream, seed in self._seeds.items()
+            philox_words(seed, stream, epoch, self._of.train_count) for stream, seed in enumerate(self._seeds)
         )
-        self._order, self._drawn_epoch = np.argsort(order, kind="stable"), epoch
+        self._order = np.argsort(order, kind="stable")
 
     def _fetched(self, part: Any, numbers: Iterable[int], words: np.ndarray) -> Batch:
         found = []
