@@ -30,38 +30,24 @@ class OfficialBatch(NamedTuple):
     labels: str
 
 
-BATCHES = (
-    OfficialBatch(
-        "data_batch_1",
-        "a50e8b48728e1667d682a807155c375279d5ae321fb12242c02e3104a6bc8b21",
-        "d829dbdf32167c9d7b3687cee66d92d80d46c441308b5aca0d11e8b69e27dac9",
-    ),
-    OfficialBatch(
-        "data_batch_2",
-        "0b825e5592c3b72ea18d6ec2ff5f5b19d33e41a75f5039054a9bb87be3cf69a0",
-        "5d18f7371ed35ea9ade77952fe958b0660a45cd6c8b8a8970030f21612cfd7e3",
-    ),
-    OfficialBatch(
-        "data_batch_3",
-        "c6ee1dd4601a69ec085d8ebf53ee6441775491a6839a0a9ae8fa198e88a3a429",
-        "32cf77b0ee2e790b1c4384d2d82e42dc1571b87e67f6da8f444b2725b2973f65",
-    ),
-    OfficialBatch(
-        "data_batch_4",
-        "1f6b6c799cff375a9f8fae2fac909d51ee09f38a6a60eebb9e8fec6f47ddc48f",
-        "d2815e3f8f656272864920fc0edde56b04ec9cf81bf397c0dd3069f4aea51aeb",
-    ),
-    OfficialBatch(
-        "data_batch_5",
-        "58e3bbf713e28357476a351d3a05d056372f94c681d04ca9d62a076fdf2a643b",
-        "2ddf3ab27d5d04409c94ce7b56849c243129c10de1058ae0bfe14c77e934800c",
-    ),
-    OfficialBatch(
-        "test_batch",
-        "177777c33ba79825320efa646ad04a94bdc3c80e4ebe3bd21724f8cdfd4b9d56",
-        "cec8a24a1e92aa2ecaa0bbd3dbfa86bf6cd8759fbd209a832824c8cf0afca9d5",
-    ),
+_NAMES = (*(f"data_batch_{n}" for n in range(1, 6)), "test_batch")
+_PIXELS = (
+    "a50e8b48728e1667d682a807155c375279d5ae321fb12242c02e3104a6bc8b21",
+    "0b825e5592c3b72ea18d6ec2ff5f5b19d33e41a75f5039054a9bb87be3cf69a0",
+    "c6ee1dd4601a69ec085d8ebf53ee6441775491a6839a0a9ae8fa198e88a3a429",
+    "1f6b6c799cff375a9f8fae2fac909d51ee09f38a6a60eebb9e8fec6f47ddc48f",
+    "58e3bbf713e28357476a351d3a05d056372f94c681d04ca9d62a076fdf2a643b",
+    "177777c33ba79825320efa646ad04a94bdc3c80e4ebe3bd21724f8cdfd4b9d56",
 )
+_LABELS = (
+    "d829dbdf32167c9d7b3687cee66d92d80d46c441308b5aca0d11e8b69e27dac9",
+    "5d18f7371ed35ea9ade77952fe958b0660a45cd6c8b8a8970030f21612cfd7e3",
+    "32cf77b0ee2e790b1c4384d2d82e42dc1571b87e67f6da8f444b2725b2973f65",
+    "d2815e3f8f656272864920fc0edde56b04ec9cf81bf397c0dd3069f4aea51aeb",
+    "2ddf3ab27d5d04409c94ce7b56849c243129c10de1058ae0bfe14c77e934800c",
+    "cec8a24a1e92aa2ecaa0bbd3dbfa86bf6cd8759fbd209a832824c8cf0afca9d5",
+)
+BATCHES = tuple(map(OfficialBatch, _NAMES, _PIXELS, _LABELS))
 
 
 def verify(pixels: np.ndarray, labels: np.ndarray, place: str, remedy: str) -> None:
