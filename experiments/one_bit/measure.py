@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
-import torch
 import torch.nn.functional as F
 from omegaconf import DictConfig
 
@@ -67,11 +67,7 @@ def _pair(settings: DictConfig, seed: int, images: Images) -> SeedRecord:
     seeds = seeds_of(ROWS["split"], settings, seed)
     plain = laid_out(build_reference(settings, images, seeds["init"]).to(settings.device), settings)
     mine, theirs, fold = the_pair(plain, lambda model: split_by_chance(model, seed)[0], None)
-    rate = settings.window.learning_rate
-
-    def optimizer(module: torch.nn.Module) -> torch.optim.Optimizer:
-        return make_groups(settings, module, rate)
-
+    optimizer = partial(make_groups, settings, rate=settings.window.learning_rate)
     batches = _window(settings, make_batches(settings, images, seeds))
     subject = Pair(mine, theirs, fold, F.cross_entropy, optimizer, optimizer, whole, seed)
     return diagnosed(subject, batches, settings.window.steps)

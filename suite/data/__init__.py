@@ -28,7 +28,6 @@ def load(
     name: str,
     root: str | Path | None = None,
     *,
-    image_size: int = 32,
     time_limit_s: float | None = None,
     say: Callable[[str], None] = print,
 ) -> Images:
@@ -36,13 +35,13 @@ def load(
 
     ``auto`` is CIFAR-10 where it is on disk or can be fetched, else shapes: the reason goes to ``say`` and
     into ``Images.source``. ``root`` is the folder that holds the data; ``cifar10.default_root()`` where None.
-    ``image_size`` (pixels) is for folder, ``time_limit_s`` (seconds) for fetching. Raises ``DataError``, in
-    ``auto`` too where a CIFAR-10 on disk is damaged.
+    ``time_limit_s`` (seconds) is for fetching. Raises ``DataError``, in ``auto`` too where a CIFAR-10 on disk
+    is damaged.
     """
     if name not in CHOICES:
         raise DataError(f"data={name}: choose one of {', '.join(CHOICES)}")
     if name == "folder":
-        return _folder(root, image_size)
+        return _folder(root)
     if name == "shapes":
         return _shapes()
     from suite.data import cifar10
@@ -65,9 +64,9 @@ def _shapes() -> Images:
     return shapes.draw()
 
 
-def _folder(root: str | Path | None, image_size: int) -> Images:
+def _folder(root: str | Path | None) -> Images:
     from suite.data import folder
 
     if root is None:
         raise DataError("data=folder: write data.root=FOLDER, the folder of your images")
-    return folder.load(Path(root), image_size)
+    return folder.load(Path(root))

@@ -49,9 +49,3 @@ def _answer(seed: int, findings: list[Finding]) -> Judgement:
     said = [f"{f.evidence.probe}: {f.evidence.reading}" for f in beyond] or ["nothing beyond rounding so far"]
     said += [f"{', '.join(unasked)} could not be asked"] if unasked else []
     return Judgement(Verdict.INCONCLUSIVE, "; ".join([*said, "the training decides"]), asked)
-
-
-def ends_here(stop_on_bug: bool, findings: list[Finding]) -> bool:
-    """Whether a seed ends with its probes, untrained."""
-    settled = settled_by(findings)
-    return stop_on_bug and settled is not None and settled[0] is Verdict.BUG

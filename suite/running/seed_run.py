@@ -22,13 +22,14 @@ from driftlab.lockstep.checkpoint import checkpoint_step
 from driftlab.lockstep.loop import Lockstep
 from driftlab.lockstep.together import Together, sharing
 from driftlab.record.seed_record import RecordError, write_sealed
+from driftlab.words import Verdict, settled_by
 from suite.command.errors import Unfinished, one_line, storage
 from suite.command.users_code import told
 from suite.command.written import title
 from suite.data.batches import Batches
 from suite.running.building import Built, build
 from suite.running.experiment_folder import Experiment, owned, take_up
-from suite.running.first_answer import ends_here, say_first_answer
+from suite.running.first_answer import say_first_answer
 from suite.running.local_windows import LocalWindows
 from suite.running.ownership import OwnershipLost
 from suite.running.pace import Warned
@@ -178,7 +179,8 @@ class SeedRun:
 
     @property
     def ends_with_its_probes(self) -> bool:
-        return ends_here(self.experiment.settings.stop_on_bug, self.found.findings)
+        settled = settled_by(self.found.findings)
+        return self.experiment.settings.stop_on_bug and settled is not None and settled[0] is Verdict.BUG
 
     @property
     def stands_alone(self) -> bool:
