@@ -13,6 +13,7 @@ from driftlab.report.sections import Table, as_csv, shown
 from driftlab.report.series import all_arms, blown_up_at, first_flips, judged_against
 from driftlab.report.tables import MISSING, number
 from driftlab.verdict.outcomes import fell_over, tail_of
+from suite.showing.wording import last
 
 TITLE = "Every arm at its end"
 COLUMNS = {
@@ -58,8 +59,8 @@ def _how(n: int) -> str:
 def _of_seed(record: SeedRecord, arm: str) -> dict:
     """The numbers of one arm in one seed; inf where it blew up, None where nothing was measured."""
     blew_up = blown_up_at(record, arm)
-    ends = {k: _last(record.series(k, arm)) for k in ("weight_distance", "sign_flips")}
-    ends |= {k: _last(record.series(k, arm, table="evaluations")) for k in _PERCENT}
+    ends = {k: last(record.series(k, arm)) for k in ("weight_distance", "sign_flips")}
+    ends |= {k: last(record.series(k, arm, table="evaluations")) for k in _PERCENT}
     if blew_up is not None:
         ends |= {"weight_distance": math.inf} if ends["weight_distance"] is not None else {}
     losses = list(record.series("loss", arm).values())
@@ -76,10 +77,6 @@ def _of_seed(record: SeedRecord, arm: str) -> dict:
         **ends,
         **{k: None if ends[k] is None else 100 * ends[k] for k in _PERCENT},
     }
-
-
-def _last(series: Mapping[int, float]) -> float | None:
-    return series[max(series)] if series else None
 
 
 def _of_arm(rows: Sequence[Mapping], arm: str) -> dict:

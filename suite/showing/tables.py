@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
 from pathlib import Path
 from textwrap import wrap
@@ -22,6 +22,7 @@ from driftlab.verdict.in_16_bits import precisions_in_16_bits
 from driftlab.words import Evidence, Verdict
 from suite.command.seeds import format_seeds
 from suite.command.written import title
+from suite.showing.wording import last
 
 if TYPE_CHECKING:
     from suite.reading.judging import Judged
@@ -60,7 +61,7 @@ def seeds_table(records: list[SeedRecord], few: Notable | None = None) -> Table:
     table.add_column("first\nflip", justify="right")
     for record in records:
         losses = [_final_loss(record, a) for a in narrow]
-        drifts = [_small(_final(record.series("weight_distance", a))) for a in drifting]
+        drifts = [_small(last(record.series("weight_distance", a))) for a in drifting]
         table.add_row(str(record.seed), *losses, *drifts, _flip(record))
     return table
 
@@ -78,8 +79,8 @@ def table_in_16_bits(records: list[SeedRecord]) -> Table | None:
     for record, dtype in product(records, dtypes):
         arms = [f"{role}.{dtype}" for role in roles]
         losses = [_final_loss(record, a) for a in arms]
-        drifts = [_small(_final(record.series("weight_distance", a))) for a in arms]
-        skipped = [_final(record.series("skipped_updates", a)) for a in arms]
+        drifts = [_small(last(record.series("weight_distance", a))) for a in arms]
+        skipped = [last(record.series("skipped_updates", a)) for a in arms]
         counts = " ".join(f"{count:.0f}" for count in skipped if count is not None)
         table.add_row(str(record.seed), dtype, *losses, *drifts, counts)
     return table
@@ -89,13 +90,9 @@ def _small(value: float | None) -> str:
     return "" if value is None else f"{value:.0e}" if value else "0"
 
 
-def _final(series: Mapping[int, float]) -> float | None:
-    return series[max(series)] if series else None
-
-
 def _final_loss(record: SeedRecord, arm: str) -> str:
     blown = record.run["arms"][arm]["blown_up_at"]
-    return f"nan@{blown}" if blown is not None else number(_final(record.series("loss", arm)))
+    return f"nan@{blown}" if blown is not None else number(last(record.series("loss", arm)))
 
 
 def _flip(record: SeedRecord) -> str:

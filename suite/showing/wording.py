@@ -127,6 +127,11 @@ def chosen(rows: Iterable[Row], **wanted: object) -> list[Row]:
     return [row for row in rows if all(row[key] == value for key, value in keys.items())]
 
 
+def last(series: Mapping[int, float]) -> float | None:
+    """Of what is kept by step; None of nothing."""
+    return series[max(series)] if series else None
+
+
 # Columns and tables.
 
 
