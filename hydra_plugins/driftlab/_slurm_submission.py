@@ -7,11 +7,12 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hydra_plugins.driftlab import _slurm_controller as controller
 from suite.command.errors import ConfigurationError, one_line
+from suite.command.machine import environment_without
 
 if TYPE_CHECKING:
     from submitit import AutoExecutor, Job
@@ -119,9 +120,11 @@ def _submit_array(
 ) -> str | None:
     import submitit
 
+    # started inside an allocation (salloc), sbatch must not take that one's settings for its own
+    of_a_job = [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]
     try:
         # submitit prints what sbatch says, and raises it as well
-        with _outside_of_a_job(), contextlib.redirect_stderr(io.StringIO()):
+        with environment_without(of_a_job), contextlib.redirect_stderr(io.StringIO()):
             jobs += made.map_array(function, *zip(*part, strict=True))
     except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
         return refusal(str(error))
@@ -138,15 +141,3 @@ def refusal(said: str) -> str:
     reason = "; ".join(dict.fromkeys(line for line in lines if line)) or "no reason given"
     advice = next((text for pattern, text in _ADVICE.items() if re.search(pattern, reason)), f"see {_FILE}")
     return f"Slurm refuses the sweep ({reason}): {advice}"
-
-
-@contextlib.contextmanager
-def _outside_of_a_job() -> Iterator[None]:
-    """Started inside an allocation (salloc), sbatch must not take that one's settings for its own."""
-    inside = {k: v for k, v in os.environ.items() if k.startswith("SLURM_") and k != "SLURM_CONF"}
-    for name in inside:
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(inside)

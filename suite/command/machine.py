@@ -6,7 +6,8 @@ Asked where the job runs. Nothing here imports torch before it is asked for.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 
@@ -84,6 +85,16 @@ def jobs_at_once(threads: int | str | None, workers: int | str) -> int:
     """Of a sweep on one machine (``hydra/launcher=joblib``), whose jobs hold ``workers`` seeds each."""
     seeds = seeds_at_once(threads, "cuda" if has_gpu() else "cpu")
     return max(1, seeds // (1 if workers == "auto" else int(workers)))
+
+
+@contextmanager
+def environment_without(names: Iterable[str]) -> Iterator[None]:
+    """Inside, none of these variables is set."""
+    hidden = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 @contextmanager

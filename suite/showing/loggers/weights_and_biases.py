@@ -15,8 +15,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from urllib.parse import urlparse
@@ -25,6 +24,7 @@ from omegaconf import DictConfig
 
 from driftlab.report.sections import Answer, Table
 from suite.command.errors import ConfigurationError, one_line
+from suite.command.machine import environment_without
 from suite.command.written import title
 from suite.showing.loggers.contents import figures, searchable, seed_summary, tables, verdict_summary
 
@@ -42,7 +42,7 @@ class SeedRun:
         self, settings: DictConfig, digest: str, seed: int, home: Path, say: Callable[[str], None] = print
     ):
         self._say, self._alerts = say, _alerts(settings)
-        with _outside_a_sweep():
+        with environment_without(_OF_A_SWEEP):
             self._run = _start(
                 settings,
                 home,
@@ -132,15 +132,6 @@ def _where(run, folder: Path) -> dict[str, str]:
         return {}  # WANDB_MODE=disabled
     runs = f"{shlex.quote(str(folder))}/*/wandb/offline-run-*"
     return {"W&B": f"offline, {runs}", "to sync": f"wandb sync {runs}"}
-
-
-@contextmanager
-def _outside_a_sweep() -> Iterator[None]:
-    hidden = {name: os.environ.pop(name) for name in _OF_A_SWEEP if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
 
 
 def _group(settings: DictConfig, digest: str) -> str:
