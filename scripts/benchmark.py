@@ -34,7 +34,6 @@ if __name__ == "__main__":
     supervision.begin()
 
 import torch
-from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 from driftlab.lockstep.arm import Arm
@@ -42,7 +41,7 @@ from driftlab.lockstep.loop import Lockstep
 from driftlab.network.calling import cast
 from driftlab.process.float64_convolutions import computing, faster
 from suite.command.command_line import ROOT
-from suite.command.configuration import register_resolvers, resolve
+from suite.command.configuration import composed, resolve
 from suite.command.machine import process_settled
 from suite.data import load_images
 from suite.data.batches import Batches
@@ -65,9 +64,7 @@ CASES = {
 
 
 def settings_of(overrides: list[str]) -> DictConfig:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return resolve(compose("config", ["+experiment=split_conv", *overrides]))
+    return resolve(composed("+experiment=split_conv", *overrides))
 
 
 def lockstep_seconds(settings: DictConfig, images: Images, home: Path) -> float:

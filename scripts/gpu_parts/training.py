@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from scripts.gpu_parts.part import ROOT, Check
+from scripts.gpu_parts.part import Check
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -15,14 +15,10 @@ if TYPE_CHECKING:
 
 def settings_of(check: Check, experiment: str, *overrides: str) -> DictConfig:
     """At full scale, or at smoke's."""
-    from hydra import compose, initialize_config_dir
+    from suite.command.configuration import composed, resolve
 
-    from suite.command.configuration import register_resolvers, resolve
-
-    register_resolvers()
     common = [f"scale={'smoke' if check.smoke else 'full'}", "data=shapes", "logger=none", "device=cuda"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return resolve(compose("config", [f"+experiment={experiment}", *common, *overrides]))
+    return resolve(composed(f"+experiment={experiment}", *common, *overrides))
 
 
 @cache

@@ -7,11 +7,12 @@ import json
 import re
 from collections.abc import Callable, Iterable
 
+from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from suite.command.checking import check, check_interpolations, shown
-from suite.command.command_line import given, in_sweep, instead, kind, overrides
+from suite.command.command_line import CONF, given, in_sweep, instead, kind, overrides
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.idle import OF_TRAININGS, say_idle
 from suite.command.machine import chosen_device, register_resolvers, seeds_at_once, threads_chosen
@@ -39,6 +40,13 @@ _BY_ITSELF = {
 # What scale=full said before there was auto: digests of other settings hold it still, and kinds of experiment
 # that ask a question take it.
 ALL_FLOAT64_STEPS = 3900
+
+
+def composed(*command_line: str) -> DictConfig:
+    """What Hydra makes of it, for whoever is not started by Hydra."""
+    register_resolvers()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("config", [*command_line])
 
 
 def resolve(config: DictConfig, say: Callable[[str], None] = print) -> DictConfig:

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
 from suite.command.command_line import kind
-from suite.command.configuration import register_resolvers
+from suite.command.configuration import composed
 from suite.running import asking
 from tests.suite.conftest import ROOT
 
@@ -35,9 +34,7 @@ OTHERWISE = {"kinks": "inconclusive"}
 
 
 def settings_of(results, name, *overrides):
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("config", [f"+experiment={name}", *QUICK.split(), *overrides, f"results={results}"])
+    return composed(f"+experiment={name}", *QUICK.split(), *overrides, f"results={results}")
 
 
 def test_no_kind_is_left_out():

@@ -5,13 +5,12 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig
 
 from experiments import training
-from suite.command.configuration import register_resolvers, resolve
+from suite.command.configuration import composed, resolve
 from tests.suite.programs import ONE_BLOCK, ROOT
 
 __all__ = ["ROOT"]
@@ -19,18 +18,14 @@ __all__ = ["ROOT"]
 
 def resolved(experiment: str, *overrides: str):
     """The settings of an experiment, small and on the CPU, as its run resolves them."""
-    register_resolvers()
     quick = [f"+experiment={experiment}", "scale=smoke", "data=shapes", "logger=none"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return resolve(compose("config", [*quick, "device=cpu", "threads=1", *overrides]))
+    return resolve(composed(*quick, "device=cpu", "threads=1", *overrides))
 
 
 @cache
 def _composed(experiment: str) -> DictConfig:
-    register_resolvers()
     quick = ["scale=smoke", "data=shapes", "logger=none", "device=cpu", "threads=1"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("config", [f"+experiment={experiment}", *quick])
+    return composed(f"+experiment={experiment}", *quick)
 
 
 def set_anew(experiment: str, *overrides: str) -> DictConfig:
@@ -89,10 +84,8 @@ def judged(tmp_path):
     """The verdict of a small run in this process: what train.py does, without starting Python anew."""
 
     def run(*overrides: str) -> dict:
-        register_resolvers()
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            settings = compose("config", small(overrides, tmp_path))
-            training.run(settings)
+        settings = composed(*small(overrides, tmp_path))
+        training.run(settings)
         (file,) = Path(settings.results).rglob("verdict.json")
         return json.loads(file.read_text())
 

@@ -2,20 +2,15 @@
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
 
-from suite.command.configuration import digest, resolve
+from suite.command.configuration import composed, digest, resolve
 from suite.command.errors import ConfigurationError
-from suite.command.machine import register_resolvers
-from tests.suite.conftest import ROOT
 
 
 @pytest.fixture
 def settings():
     def compose_and_resolve(*overrides: str):
-        register_resolvers()
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            return resolve(compose("config", ["+experiment=lockstep_curves", "device=cpu", *overrides]))
+        return resolve(composed("+experiment=lockstep_curves", "device=cpu", *overrides))
 
     return compose_and_resolve
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 
 from driftlab.record import seed_record as records
 from suite.reading.judging import AS_RECORDED
@@ -122,13 +121,11 @@ def test_says_again_what_training_said(judged, judge, tmp_path):
 
 def test_answers_a_question_again(judge, tmp_path):
     from experiments import gradient_check
-    from suite.command.configuration import register_resolvers
+    from suite.command.configuration import composed
 
-    register_resolvers()
     small = ["faults=false", "case.points=4", "curve.points=2", "curve.decades=3", "seed=0..1"]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        small += ["+experiment=gradient_check", "scale=smoke", "logger=none", f"results={tmp_path}"]
-        gradient_check.run(compose("config", small))
+    small += ["+experiment=gradient_check", "scale=smoke", "logger=none", f"results={tmp_path}"]
+    gradient_check.run(composed(*small))
     (folder,) = (tmp_path / "gradient_check").iterdir()
     names = ("verdict.json", "answer.json", "tables/literal.csv", "figures/staircase.svg", "report.html")
     before = {name: (folder / name).read_text() for name in names}

@@ -6,12 +6,10 @@ import sys
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 
 from driftlab.record.seed_record import read_table, write_whole
 from experiments import gradient_check, split_gradient
-from suite.command.configuration import register_resolvers
-from tests.suite.conftest import ROOT
+from suite.command.configuration import composed
 from tests.suite.refusing import assert_refused
 
 QUICK = ("faults=false", "case.points=4", "curve.points=2", "curve.decades=3")
@@ -22,11 +20,9 @@ def ask(tmp_path):
     """Run a kind in this process; returns the experiment's folder."""
 
     def run(kind, *overrides: str):
-        register_resolvers()
         name = kind.__name__.rpartition(".")[2]
         shared = [f"+experiment={name}", "scale=smoke", "logger=none", "workers=1", f"results={tmp_path}"]
-        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-            kind.run(compose("config", [*shared, *overrides]))
+        kind.run(composed(*shared, *overrides))
         folders = sorted((tmp_path / name).iterdir(), key=lambda p: p.stat().st_mtime)
         return folders[-1]
 

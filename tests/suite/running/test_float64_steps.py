@@ -6,26 +6,22 @@ import threading
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_dir
 from rich.console import Console
 
-from suite.command.configuration import digest, register_resolvers, resolve
+from suite.command.configuration import composed, digest, resolve
 from suite.command.errors import ConfigurationError
 from suite.reading.stored import read_settings
 from suite.running.costs import Cost, Sketch, float64_choice, forecast, training_seconds
 from suite.running.experiment_folder import open_experiment
 from suite.running.float64_steps import NUMBER, as_begun
 from suite.showing.terminal import Terminal
-from tests.suite.conftest import ROOT
 
 QUIET = Terminal(Console(file=io.StringIO()))
 
 
 def configured(*overrides, experiment="split_conv"):
-    register_resolvers()
     asked = [f"+experiment={experiment}", "device=cpu", "logger=none", "workers=1", *overrides]
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return resolve(compose("config", asked))
+    return resolve(composed(*asked))
 
 
 @pytest.fixture
