@@ -15,7 +15,7 @@ from suite.reading.archive import read_judged
 from suite.reading.judging import Judged, check_no_links, repeat_command, write_shown
 from suite.reading.publishing_curves import published_curves
 from suite.reading.stored import SETTINGS
-from suite.showing.wording import markdown_row
+from suite.showing import wording
 
 # The sentences under "Found"; what else was found follows "How sure".
 MOST_FOUND = 4
@@ -81,20 +81,16 @@ def opening(settings: Mapping, seeds: int, controlled: bool, verdict: str, sente
     """
     asked = settings.get("question") or f"Does this hold: {settings['hypothesis']}?"
     found = sentences(sentence)
-    sure = f"n = {seeds} seed{'s' * (seeds != 1)}"
+    sure = f"n = {wording.seeds(seeds)}"
     if controlled:
         sure += ", beside a control: the reference with one weight moved by one unit in the last place (ulp)"
-    yield f"**Asked.** {_joined(asked, settings.get('source'))}\n"
+    yield f"**Asked.** {wording.sentences(asked, settings.get('source'))}\n"
     yield f"**Found.** {verdict}\n"
     yield as_list(found[:MOST_FOUND])
-    yield f"**How sure.** {_joined(f'{sure}.', settings.get('caveat'))}\n"
+    yield f"**How sure.** {wording.sentences(f'{sure}.', settings.get('caveat'))}\n"
     if found[MOST_FOUND:]:
         yield "**Found as well.**\n"
         yield as_list(found[MOST_FOUND:])
-
-
-def _joined(*texts: str | None) -> str:
-    return " ".join(text for text in texts if text)
 
 
 def sentences(text: str) -> list[str]:
@@ -145,9 +141,9 @@ def _table(table: Mapping, numbers: Path) -> Iterable[str]:
     if len(table["rows"]) > MOST_ROWS:
         yield f"{len(table['rows'])} rows: {file}\n"
         return
-    yield markdown_row(table["headings"])
-    yield markdown_row(["---:" if numeric else "---" for numeric in table["numeric"]])
-    yield from map(markdown_row, table["rows"])
+    yield wording.markdown_row(table["headings"])
+    yield wording.markdown_row(["---:" if numeric else "---" for numeric in table["numeric"]])
+    yield from map(wording.markdown_row, table["rows"])
     yield f"\nAs a file: {file}\n"
 
 
@@ -161,8 +157,8 @@ def made(judged: Judged) -> Iterable[str]:
     yield "By this command, as the run's records name it:\n"
     yield f"```\n{repeat_command(records)}\n```\n"
     yield (
-        f"n = {len(records)} seed{'s' if len(records) > 1 else ''}, {sum(seconds):.0f} s in all; "
-        f"{environment['device']}, {environment['threads']} thread{'s' * (environment['threads'] > 1)}, "
+        f"n = {wording.seeds(records)}, {sum(seconds):.0f} s in all; "
+        f"{environment['device']}, {wording.counted(environment['threads'], 'thread')}, "
         f"Python {environment['python']}, {versions}. "
         f"TF32: {'on' if any(environment['tf32'].values()) else 'off'}. "
         f"Digest of the settings: `{records[0].run['digest']}`.\n"
