@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -58,6 +59,7 @@ def load(
         return replace(images, source=f"{images.source}, in place of CIFAR-10: {error.reason}")
 
 
+@cache
 def _shapes() -> Images:
     from suite.data import shapes
 

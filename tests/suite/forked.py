@@ -6,6 +6,8 @@ Reads a line of JSON a time, a list of attempts that live side by side:
 signal) and both streams.
 """
 
+import gc
+import importlib
 import json
 import os
 import runpy
@@ -21,17 +23,28 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def import_all() -> None:
-    """What a run imports, so that a child is at work at once."""
+    """What a run imports, and the drawn images, so that a child is at work at once."""
     import lightning
+    import matplotlib.backends.backend_svg
     import matplotlib.pyplot
     import torch
     import torchvision
+    from hydra import compose, initialize_config_dir
 
-    import experiments.split_gradient
-    import experiments.training
+    import driftlab.report.figures
+    import driftlab.report.layers
     import train
+    from driftlab.probes import every_probe
+    from suite.data import load
 
-    del lightning, matplotlib, torch, torchvision, experiments, train
+    del lightning, matplotlib, torch, torchvision, driftlab, train
+    for kind in (ROOT / "experiments").glob("*/__init__.py"):
+        importlib.import_module(f"experiments.{kind.parent.name}")
+    every_probe()
+    load("shapes")
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        compose("config", ["+experiment=control"])  # Hydra's plug-ins, and its grammar
+    gc.freeze()  # what is there now no child looks through, and so copies, to collect it
     assert len(os.listdir("/proc/self/task")) == threading.active_count() == 1, (
         "a fork copies one thread only"
     )
