@@ -24,7 +24,7 @@ ASKED = (
 
 
 def items(check: Check) -> Items:
-    asked = ASKED[2:3] if check.smoke else ASKED
+    asked = (("control", True),) if check.smoke else ASKED
     return {f"{name}, TF32 {'on' if tf32 else 'off'}": partial(_judged, name, tf32) for name, tf32 in asked}
 
 

@@ -26,6 +26,7 @@ from suite.data import load_images
 from suite.running.building import make_batches, own_seeds
 from suite.running.networks import build_reference
 from tests.suite.conftest import resolved, set_anew
+from tests.suite.programs import ONE_BLOCK
 
 torch.set_num_threads(1)
 
@@ -36,7 +37,7 @@ configured = partial(resolved, "edge_of_stability")
 @pytest.fixture(scope="module")
 def measured():
     """Settings, images, and what one seed left, as it comes back from the disk."""
-    settings = configured("steps=12", "learning_rates=[1000,0.1]", "eval_images=40")
+    settings = configured(ONE_BLOCK, "steps=12", "learning_rates=[1000,0.1]", "eval_images=40")
     images = load_images(settings, lambda line: None)
     found = QUESTION.measure(settings, 3, images)
     return settings, images, json.loads(json.dumps(found.values)), found.record

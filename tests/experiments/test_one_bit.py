@@ -30,6 +30,7 @@ from suite.data import load_images
 from suite.running.building import make_batches
 from suite.running.networks import build_reference
 from tests.suite.conftest import resolved, set_anew
+from tests.suite.programs import ONE_BLOCK
 
 torch.set_num_threads(1)
 IMAGES, CLASSES = 200, 4
@@ -40,7 +41,7 @@ configured = partial(resolved, "one_bit")
 
 @pytest.fixture(scope="module")
 def settings():
-    return configured("eval_images=40", "window.steps=1", "progress.images=20")
+    return configured(ONE_BLOCK, "eval_images=40", "window.steps=1", "progress.images=20")
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def ends_as_on_the_cpu(forked, results, of_kind):
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("of_kind", [k for k in OF_KIND if k != "training"])
 def test_a_question_is_killed_and_goes_on(forked, tmp_path, of_kind):
     killed_once_there_is(".seed=?.owner", tmp_path, of_kind)

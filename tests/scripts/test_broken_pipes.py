@@ -12,7 +12,7 @@ from tests.suite.reading.test_judge import make_run  # noqa: F401 (a fixture)
 from tests.suite.reading.test_publishing import run  # noqa: F401 (a fixture)
 
 SCRIPTS = sorted(p.name for p in (ROOT / "scripts").glob("*.py") if "__main__" in p.read_text())
-HEAVY = [pytest.param(name, marks=pytest.mark.slow) for name in ("benchmark.py", "calibrate.py")]
+HEAVY = ("benchmark.py", "calibrate.py", "float64_convolutions.py", "growth.py")  # they import torch
 
 
 def assert_silent(script, *arguments, **options):
@@ -25,8 +25,14 @@ def assert_silent(script, *arguments, **options):
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
 
 
-@pytest.mark.parametrize("name", [n for n in SCRIPTS if n not in ("benchmark.py", "calibrate.py")] + HEAVY)
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in HEAVY])
 def test_help_that_nobody_reads(name):
+    assert_silent(name, "--help")
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("name", HEAVY)
+def test_help_of_what_takes_its_time_that_nobody_reads(name):
     assert_silent(name, "--help")
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from driftlab.record.seed_record import columns, read_table
 from tests.suite.conftest import ROOT
+from tests.suite.programs import ONE_BLOCK
 
 # train.py and the dashboard, where the folder of measures holds one file more
 TRAINED = """
@@ -36,6 +37,7 @@ def left(tmp_path_factory):
     (folder / "more").mkdir()
     (folder / "more" / name).write_text(code)
     settings = ["+experiment=split_conv", "scale=smoke", "data=shapes", "logger=none", "workers=1", "seed=0"]
+    settings += [ONE_BLOCK, "steps=3", "local.windows=[]"]
     command = [sys.executable, "-c", TRAINED, folder / "more", folder / "specs.json", *settings]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(

@@ -4,11 +4,11 @@ import pytest
 
 from tests.suite.programs import ONE_BLOCK
 
-SHORT = ("steps=24", "float64_steps=8", "model.width=4", "batch_size=32", "eval_images=100")
+SHORT = ("steps=10", "float64_steps=8", "model.width=4", "batch_size=8", "eval_images=100")
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("name", "verdict"),
     [

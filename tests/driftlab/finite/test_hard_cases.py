@@ -44,6 +44,7 @@ def test_a_float_mask_with_infinities_does_not_hide_a_fault():
     assert found.outcome != "pass"
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_loss_that_cancels_to_zero_is_right(seed):
     x = drawn(1, seed=seed)
@@ -51,6 +52,7 @@ def test_a_loss_that_cancels_to_zero_is_right(seed):
     assert gradient_check(lambda x: 1.1 * x - 1.1 * constant, x, torch.sum, seed=seed).outcome == "pass"
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("seed", [161, *range(20)])
 def test_an_odd_function_at_zero_is_right(seed):
     net = Net(lambda s, x: s.w.sin() * 3 + x.sinh(), w=torch.zeros(2))
@@ -71,6 +73,7 @@ def test_an_oscillation_faster_than_the_step_is_no_fail(seed):
     assert gradient_check(lambda x: (1e7 * x).sin(), torch.randn(1 + seed), seed=seed).outcome != "fail"
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("factor", [-1.0, 0.0, 1.5, 1.01])
 @pytest.mark.parametrize("count", [100, 10_000])

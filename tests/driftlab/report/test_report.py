@@ -81,21 +81,27 @@ def ten(tmp_path_factory, make_seed):
     return [make_seed(folder, s, blown={"candidate.float32": 57} if s == 3 else None) for s in range(10)]
 
 
-def test_needs_nothing_from_elsewhere(tmp_path, ten):
-    tags = Tags(text := page(tmp_path, ten))
+@pytest.fixture(scope="module")
+def ten_drawn(tmp_path_factory, ten):
+    """Their page."""
+    return page(tmp_path_factory.mktemp("drawn"), ten)
+
+
+def test_needs_nothing_from_elsewhere(ten_drawn):
+    tags = Tags(ten_drawn)
     assert all(address.startswith("#") for address in tags.loads)
     assert not tags.names & {"link", "img", "iframe", "object", "embed", "base"}
     namespaces = {"http://www.w3.org/1999/xlink", "http://www.w3.org/2000/svg"}
-    assert set(re.findall(r"\w+://[^\"'\s<]+", text)) <= namespaces
-    assert "@import" not in text
-    assert not re.search(r"url\((?!#)", text)
+    assert set(re.findall(r"\w+://[^\"'\s<]+", ten_drawn)) <= namespaces
+    assert "@import" not in ten_drawn
+    assert not re.search(r"url\((?!#)", ten_drawn)
 
 
-def test_is_well_formed_with_unique_ids_that_every_reference_finds(tmp_path, ten):
-    tags = Tags(text := page(tmp_path, ten))
+def test_is_well_formed_with_unique_ids_that_every_reference_finds(ten_drawn):
+    tags = Tags(ten_drawn)
     assert tags.open == []
     assert len(tags.ids) == len(set(tags.ids))
-    drawn = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+    drawn = re.sub(r"<script>.*?</script>", "", ten_drawn, flags=re.DOTALL)
     assert set(re.findall(r"url\(#([^)]+)\)", drawn)) | {a[1:] for a in tags.loads} <= set(tags.ids)
 
 
@@ -137,11 +143,12 @@ def test_figures_take_their_colours_from_the_page(tmp_path, ten):
     assert not re.search(r"#[0-9a-f]{6}\b", drawings)
 
 
-def test_ten_seeds_are_drawn_one_by_one(tmp_path, ten):
-    text = page(tmp_path, ten)
-    assert "each of 10 seeds" in text
-    assert {f'data-part="seed={seed}"' for seed in range(10)} <= set(re.findall(r'data-part="[^"]*"', text))
-    assert len(text) < 1_500_000
+def test_ten_seeds_are_drawn_one_by_one(ten_drawn):
+    assert "each of 10 seeds" in ten_drawn
+    assert {f'data-part="seed={seed}"' for seed in range(10)} <= set(
+        re.findall(r'data-part="[^"]*"', ten_drawn)
+    )
+    assert len(ten_drawn) < 1_500_000
 
 
 def test_a_hundred_long_seeds_take_little_more_room_than_ten(tmp_path, make_seed):
@@ -153,10 +160,9 @@ def test_a_hundred_long_seeds_take_little_more_room_than_ten(tmp_path, make_seed
     assert len(text) < 4_000_000
 
 
-def test_blow_ups_are_shown_and_counted(tmp_path, ten):
-    text = page(tmp_path, ten)
+def test_blow_ups_are_shown_and_counted(ten_drawn):
     for part in ("blew up at step 57", "9 of 10 finished", "candidate.float32 in 1 of 10 seeds"):
-        assert part in text
+        assert part in ten_drawn
 
 
 @pytest.mark.parametrize("step", [0, 1, 20])
@@ -181,9 +187,8 @@ def drawn(text, name):
     return json.loads(re.search(r'<script type="application/json">(.*?)</script>', figure, re.DOTALL)[1])
 
 
-def test_what_the_pointer_reads_are_the_values_of_the_curves(tmp_path, ten):
-    text = page(tmp_path, ten)
-    data = drawn(text, "weight-distance")
+def test_what_the_pointer_reads_are_the_values_of_the_curves(ten, ten_drawn):
+    data = drawn(ten_drawn, "weight-distance")
     assert data["at"] == list(range(121))
     arm = data["arms"]["control.float32"]
     values = [r.series("weight_distance", "control.float32")[40] for r in ten]
@@ -194,10 +199,9 @@ def test_what_the_pointer_reads_are_the_values_of_the_curves(tmp_path, ten):
     assert data["arms"]["candidate.float32"]["seeds"]["3"][60:] == ["inf"] * 61
 
 
-def test_the_page_is_whole_without_its_script(tmp_path, ten):
+def test_the_page_is_whole_without_its_script(ten_drawn):
     """What the script alone can serve is hidden until it runs."""
-    text = page(tmp_path, ten)
-    tools = re.findall(r'<(?:p|div) class="tools[^>]*>', text)
+    tools = re.findall(r'<(?:p|div) class="tools[^>]*>', ten_drawn)
     assert len(tools) == 4
     assert all("data-script hidden" in tag for tag in tools)
 

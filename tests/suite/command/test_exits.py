@@ -41,7 +41,6 @@ def test_a_signal_in_the_training_is_one_line_and_its_own_status(acts, tmp_path,
     assert_one_line(done, STATUS[name], LINE[STATUS[name]])
     assert not list(tmp_path.rglob("verdict.json"))
     assert not list(tmp_path.rglob("*.owner")), "the next command, elsewhere, waits for minutes"
-    assert acts("").status == 0
 
 
 def test_a_signal_that_somebody_keeps_ends_the_command_all_the_same(acts):
@@ -121,6 +120,12 @@ def test_what_a_network_raises_in_the_training_is_one_line_and_the_seed_goes_on(
     done = acts(act)
     assert_one_line(done, 2, f"failed: {RAISED[act]} (suite/rewrites.py:")
     assert "seed 0 stands at its last checkpoint (step " in done.errors[0]
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("act", [*(f"os.kill(os.getpid(), signal.SIG{name})" for name in STATUS), *RAISED])
+def test_the_same_command_goes_on(acts, act):
+    assert acts(act).status
     assert acts("").status == 0
 
 
@@ -205,6 +210,7 @@ def hear_signals():
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", STATUS)
 def test_a_signal_to_all_processes_of_a_command_with_workers(tmp_path, name):
     """As a terminal's Ctrl-C, timeout(1) and Slurm send it."""

@@ -166,22 +166,26 @@ def test_fallen_probes_are_not_gone_on_with(forked, tmp_path):
     assert json.loads((home / "run.json").read_text())["probes"] == whole
 
 
-MEASURED = {"measurements.json": [other_digit, cut, nul_bytes, gone], "run.json": [other_digit]}
+MEASURED = {"measurements.json": [other_digit, cut, nul_bytes, gone], RUN: [other_digit], CURVES: [cut]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "damage"), [(n, d) for n, ds in MEASURED.items() for d in ds])
-def test_fallen_measurements_are_measured_again(forked, tmp_path, name, damage):
-    command = ["+experiment=gradient_check", "seed=0..1", *QUESTION, f"results={tmp_path}"]
+def test_fallen_measurements_are_measured_again(forked, tmp_path):
+    damages = [(name, damage) for name, ds in MEASURED.items() for damage in ds]  # one a seed
+    command = ["+experiment=gradient_check", f"seed=0..{len(damages)}", *QUESTION, f"results={tmp_path}"]
     assert forked.run(*command).status == 0
     folder = folder_of(tmp_path)
-    whole = json.loads((folder / "seed=0" / "measurements.json").read_text())
-    damage(folder / "seed=0" / name)
-    other = [*command[:1], "seed=1", *command[2:]]  # does not touch seed 0, and must not use it
+    measured = [folder / f"seed={seed}" / "measurements.json" for seed in range(len(damages))]
+    whole = [json.loads(file.read_text()) for file in measured]
+    for seed, (name, damage) in enumerate(damages):
+        damage(folder / f"seed={seed}" / name)
+    other = [*command[:1], f"seed={len(damages)}", *command[2:]]  # touches no other, and must use none
     ended = forked.run(*other)
     assert ended.status == 0, ended.out
-    assert ended.says(f"left out of the verdict: {folder}/seed=0/{name} is ")
+    for seed, (name, _) in enumerate(damages):
+        assert ended.says(f"left out of the verdict: {folder}/seed={seed}/{name} is ")
     ended = forked.run(*command)
     assert ended.status == 0, ended.out
-    assert ended.says("kept as seed=0.damaged-1, and the seed is done again")
-    assert json.loads((folder / "seed=0" / "measurements.json").read_text()) == whole
+    for seed in range(len(damages)):
+        assert ended.says(f"kept as seed={seed}.damaged-1, and the seed is done again")
+    assert [json.loads(file.read_text()) for file in measured] == whole

@@ -1,6 +1,6 @@
 """Killed at random moments of its whole life, a sweep ends as one that was never killed.
 
-Forty a run, with other dice each time; ``KILLS=1000 pytest …`` for more.
+Twenty a run, with other dice each time; ``KILLS=1000 pytest …`` for more.
 """
 
 import os
@@ -18,7 +18,7 @@ SWEEP = [
     ["-m", "+experiment=precision,control", "seed=0..1", *TRAINING],
     ["+experiment=gradient_check", "seed=0..1", *QUESTION],
 ]
-KILLS = int(os.environ.get("KILLS", 40))
+KILLS = int(os.environ.get("KILLS", 20))
 JUDGED_EVERY = 10  # kills, beside a run
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import yaml
 
-from driftlab.record.seed_record import read_table, write_whole
+from driftlab.record.seed_record import read_table
 from experiments import gradient_check, split_gradient
 from suite.command.configuration import composed
 from tests.suite.refusing import assert_refused
@@ -74,18 +74,6 @@ def test_what_is_done_is_not_measured_again_and_more_seeds_join(ask):
 
 def test_other_settings_are_another_experiment(ask):
     assert ask(gradient_check, *QUICK) != ask(gradient_check, *QUICK, "case.eps=1e-4")
-
-
-@pytest.mark.parametrize("file", ["measurements.json", "run.json", "curves.csv"])
-def test_a_damaged_seed_is_kept_aside_and_measured_again(ask, file, capsys):
-    folder = ask(gradient_check, *QUICK)
-    whole = (folder / "seed=0" / "measurements.json").read_text()
-    write_whole(folder / "seed=0" / file, "{")
-    ask(gradient_check, *QUICK)
-    assert "keptasseed=0.damaged-1" in "".join(capsys.readouterr().out.split())
-    assert (folder / "seed=0.damaged-1" / file).read_text() == "{"
-    again = json.loads((folder / "seed=0" / "measurements.json").read_text())
-    assert again["literal"] == json.loads(whole)["literal"]
 
 
 def test_a_setting_without_effect_is_said(train):

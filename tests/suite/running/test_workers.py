@@ -12,7 +12,7 @@ import pytest
 
 from tests.suite.below import below
 from tests.suite.conftest import ROOT
-from tests.suite.programs import ONE_BLOCK
+from tests.suite.programs import ONE_BLOCK, attempt
 
 SMALL = ["scale=smoke", "data=shapes", "logger=none", "checkpoint_every=0"]
 SMALL += [ONE_BLOCK, "batch_size=4", "probe_images=2", "eval_images=8"]
@@ -72,15 +72,15 @@ def alone(forked, tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "how",
     [["workers=2"], ["-m", "hydra/launcher=joblib"], ["-m", "workers=2"]],
     ids=["workers", "joblib", "both"],
 )
-def test_seeds_side_by_side_have_the_bits_of_one_alone(tmp_path, alone, how):
-    run = command(tmp_path, *how, "+experiment=control", *LONG, "seed=0..1")
-    done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+def test_seeds_side_by_side_have_the_bits_of_one_alone(forked, tmp_path, alone, how):
+    done = forked.run(*settings(tmp_path, *how, "+experiment=control", *LONG, "seed=0..1"))
+    assert done.status == 0, done.out
     assert "Warning" not in done.stderr
     assert tables(tmp_path) == tables(alone)
     for record in tmp_path.rglob("run.json"):
@@ -124,16 +124,10 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_where_memory_does_not_hold_two_seeds_it_goes_on_with_one(tmp_path):
-    run = command(
-        tmp_path,
-        "+experiment=split_conv",
-        "rewrite.target=tests.suite.rewrites.memory_for_one",
-        "seed=0..1",
-        "workers=2",
-    )
-    done = subprocess.run(run, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+def test_where_memory_does_not_hold_two_seeds_it_goes_on_with_one(forked, tmp_path):
+    own = ["+experiment=split_conv", "rewrite.target=tests.suite.rewrites.memory_for_one"]
+    done = forked.run(*settings(tmp_path, *own, "seed=0..1", "workers=2"))
+    assert done.status == 0, done.out
     assert "memory does not hold 2 seeds at a time: going on with 1 at a time" in " ".join(
         done.stdout.split()
     )
@@ -142,12 +136,12 @@ def test_where_memory_does_not_hold_two_seeds_it_goes_on_with_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_command_on_several_machines_shares_the_seeds_out(tmp_path, alone):
+def test_the_same_command_on_several_machines_shares_the_seeds_out(forked, tmp_path, alone):
     """Two processes stand for two machines: neither knows of the other but by the folder."""
-    run = command(tmp_path, "+experiment=control", *LONG, "seed=0..1", "workers=1")
-    both = [subprocess.Popen(run, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
-    said = [process.communicate()[0] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
+    run = attempt(*settings(tmp_path, "+experiment=control", *LONG, "seed=0..1", "workers=1"))
+    both = forked.together(run, run)
+    said = [done.stdout for done in both]
+    assert [done.status for done in both] == [0, 0]
     assert tables(tmp_path) == tables(alone)
     finished = sum(text.count("all arms finished") for text in said)
     assert finished == 2, said  # each seed once
