@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,15 @@ def joined(vectors: list[Tensor]) -> Tensor:
         return torch.zeros(0, dtype=torch.float64)
     out = torch.empty(sum(v.numel() for v in vectors), dtype=torch.float64, device=vectors[0].device)
     return torch.cat(vectors, out=out)
+
+
+def numbered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of their shapes, on their devices: serial numbers from 1 through all of them."""
+    ends = accumulate(t.numel() for t in tensors.values())
+    return {
+        name: torch.arange(1 + end - t.numel(), 1 + end, dtype=torch.float64, device=t.device).view(t.shape)
+        for (name, t), end in zip(tensors.items(), ends, strict=True)
+    }
 
 
 def moves_only(fold: Callable, numbered: Mapping[str, Tensor], numbers: Tensor) -> bool:

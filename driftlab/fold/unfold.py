@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from driftlab.fold.layout import AnyFold, FoldError, flat, moves_only
+from driftlab.fold.layout import AnyFold, FoldError, flat, moves_only, numbered
 
 
 class Unfold:
@@ -21,14 +20,10 @@ class Unfold:
     """
 
     def __init__(self, fold: AnyFold, candidate: Mapping[str, Tensor]):
-        starts = itertools.accumulate((t.numel() for t in candidate.values()), initial=1)
-        numbered = {
-            name: torch.arange(start, start + t.numel(), dtype=torch.float64).view(t.shape)
-            for (name, t), start in zip(candidate.items(), starts, strict=False)
-        }
-        folded = fold(numbered)
+        serials = numbered(candidate)
+        folded = fold(serials)
         numbers = flat(folded.values())
-        if not moves_only(fold, numbered, numbers):
+        if not moves_only(fold, serials, numbers):
             raise FoldError("the fold computes with its tensors, so it cannot be reversed")
         self.names = list(folded)
         self.order = numbers.long() - 1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-from driftlab.fold.layout import flat, gradient_of, joined, moves_only, relative_distance
+from driftlab.fold.layout import flat, gradient_of, joined, moves_only, numbered, relative_distance
 from driftlab.lockstep.arm import Arm
 
 
@@ -37,21 +36,17 @@ class Layout:
     def __init__(self, arm: Arm, kind: str):
         self.arm, self.kind = arm, kind
         tensors = KINDS[kind](arm)
-        starts = itertools.accumulate((t.numel() for t in tensors.values()), initial=1)
-        numbered = {
-            name: torch.arange(start, start + t.numel(), dtype=torch.float64, device=t.device).view(t.shape)
-            for (name, t), start in zip(tensors.items(), starts, strict=False)
-        }
-        folded = arm.fold(numbered)
+        serials = numbered(tensors)
+        folded = arm.fold(serials)
         self.names = list(folded)
         numbers = flat(folded.values())
         # what is left of a candidate's own buffers is nothing, which lies on no device
-        self.moves = bool(folded) and moves_only(arm.fold, numbered, numbers)
+        self.moves = bool(folded) and moves_only(arm.fold, serials, numbers)
         self.order = numbers.long() - 1
         # weights are updated in place, so views of them stay valid; gradients, and some buffers, come anew
         still = kind == "weight" and all(t.is_contiguous() for t in tensors.values())
         self._views = [t.detach().view(-1) for t in tensors.values()] if still else []
-        self.in_order = self.moves and torch.equal(numbers, flat(numbered.values()))
+        self.in_order = self.moves and torch.equal(numbers, flat(serials.values()))
 
     def vector(self) -> Tensor:
         """The arm's tensors as they are now, folded, in one float64 vector."""
@@ -77,12 +72,8 @@ class Folded:
         ``kind`` is a key of ``KINDS``. A float64 scalar on the device; None where the two share no tensor.
         """
         mine, theirs = self._layout(arm, kind), self._layout(arm.against, kind)
-        if mine.names == theirs.names:
-            return (
-                relative_distance(self.vector(arm, kind), self.vector(arm.against, kind))
-                if mine.names
-                else None
-            )
+        if mine.names and mine.names == theirs.names:
+            return relative_distance(self.vector(arm, kind), self.vector(arm.against, kind))
         own, other = arm.fold(KINDS[kind](arm)), arm.against.fold(KINDS[kind](arm.against))
         names = [name for name in theirs.names if name in own]
         if not names:
