@@ -17,6 +17,15 @@ from driftlab.words import DiagnoseError
 StateOf = Callable[[Tensor, Tensor, Mapping], dict]  # of an old parameter, a new one, the old one's state
 
 
+def no_way_back(fold: Fold, candidate: nn.Module) -> str:
+    """Why nothing can be put from the reference's tensors into the candidate's; empty where it can."""
+    try:
+        Unfold(fold, floating_tensors(candidate))
+    except FoldError as error:
+        return str(error)
+    return ""
+
+
 class Carried:
     """Makes optimizers that go on from where ``live`` stands: its class, groups, settings and state.
 
@@ -34,17 +43,14 @@ class Carried:
     """
 
     def __init__(self, live: Optimizer, network: nn.Module, candidate: nn.Module, fold: Fold):
-        self._live, self._fold, self.dropped = live, fold, ""
+        self._live, self._fold = live, fold
         self._names = {id(p): name for name, p in network.named_parameters()}
         self._held = [p for group in live.param_groups for p in group["params"]]
         if not self._held or not all(id(p) in self._names for p in self._held):
             raise DiagnoseError(
                 "optimizer moves parameters that the watched network has not: give that of this network"
             )
-        try:
-            Unfold(fold, floating_tensors(candidate))
-        except FoldError as error:
-            self.dropped = str(error)
+        self.dropped = no_way_back(fold, candidate)
 
     def of_reference(self, module: nn.Module) -> Optimizer:
         """Of a copy of the network, in any dtype."""

@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from driftlab.fold.layout import FoldError
 from driftlab.fold.unfold import Unfold, floating_tensors
 from driftlab.lockstep.arm import Arm
 from driftlab.lockstep.carried import Carried
@@ -42,15 +41,6 @@ def pair_at(pair: Pair, reference: Arm, candidate: nn.Module, step: int) -> Pair
     by = Carried(reference.optimizer, reference.module, other, pair.fold)
     own = {"optimizer": by.of_reference, "candidate_optimizer": by.of_candidate}
     return replace(pair, reference=mine, candidate=other, seed=step_seed(pair.seed, step), **own)
-
-
-def has_a_way_back(pair: Pair) -> str:
-    """Why the candidate cannot be put where the reference is; empty where it can."""
-    try:
-        Unfold(pair.fold, floating_tensors(pair.candidate))
-    except FoldError as error:
-        return str(error)
-    return ""
 
 
 def local_rows(pair: Pair, batches: Sequence[Batch], begins: int, *, float64: bool = True) -> list[Row]:

@@ -12,7 +12,8 @@ from driftlab.along import all_stay, leaves_its_controls, look_on_the_spot
 from driftlab.blame import is_ours
 from driftlab.inquiry import Examined
 from driftlab.lockstep.arm import Arm, make_arm
-from driftlab.lockstep.local import has_a_way_back, local_rows, pair_at
+from driftlab.lockstep.carried import no_way_back
+from driftlab.lockstep.local import local_rows, pair_at
 from driftlab.lockstep.loop import Lockstep
 from driftlab.lockstep.window import Batch
 from driftlab.network.pair import Pair
@@ -182,7 +183,7 @@ def _why_not(built: Built, found: Examined) -> str:
         return "there is no pair in float32 to follow"
     if settled_by(found.findings):
         return "the probes have settled it before any update"
-    back = has_a_way_back(built.pair)
+    back = no_way_back(built.pair.fold, built.pair.candidate)
     return f"the candidate cannot be put where the reference is: {back}" if back else ""
 
 
