@@ -98,20 +98,6 @@ def save_checkpoint(
     write_tensors(folder / NAME, stored, {"driftlab": text, "sha256": _sha256(text)})
 
 
-def load_checkpoint(lockstep: Lockstep, folder: Path) -> int | None:
-    """Put every arm back and return the step to go on with; None where there is no checkpoint.
-
-    Raises:
-        RecordError: where the file is damaged, of another version or belongs to other arms. The arms may
-            then be half restored: make them anew.
-    """
-    checkpoint = read_checkpoint(folder)
-    if checkpoint is None:
-        return None
-    checkpoint.restore(lockstep)
-    return checkpoint.next_step
-
-
 def read_checkpoint(folder: Path) -> Checkpoint | None:
     """The state in ``folder``, checked; None where there is none.
 

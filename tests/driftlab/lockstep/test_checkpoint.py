@@ -15,12 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from driftlab.lockstep.checkpoint import (
     NAME,
     checkpoint_step,
-    load_checkpoint,
     read_checkpoint,
     save_checkpoint,
 )
 from driftlab.record.seed_record import OtherVersion, RecordError
-from tests.driftlab.lockstep.test_lockstep import lockstep, run
+from tests.driftlab.lockstep.test_lockstep import load_checkpoint, lockstep, run
 
 
 def stored(folder):

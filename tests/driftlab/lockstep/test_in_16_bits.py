@@ -10,12 +10,13 @@ from torch import nn
 
 from driftlab import diagnose
 from driftlab.lockstep.arm import grow
-from driftlab.lockstep.checkpoint import load_checkpoint, save_checkpoint
+from driftlab.lockstep.checkpoint import save_checkpoint
 from driftlab.lockstep.control import computed_one_unit_off
 from driftlab.lockstep.loop import Lockstep
 from driftlab.record.seed_record import SeedRecord
 from driftlab.verdict.rules import judge
 from models.rewrites.under_autocast import Clamp
+from tests.driftlab.lockstep.test_lockstep import load_checkpoint
 
 STEPS = 5
 MIXED = ("bf16-mixed", "16-mixed")

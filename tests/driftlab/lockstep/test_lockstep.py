@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from driftlab import measures
 from driftlab.arithmetic.kinks import kink_sides, sign_flips
 from driftlab.lockstep.arm import grow
-from driftlab.lockstep.checkpoint import load_checkpoint, save_checkpoint
+from driftlab.lockstep.checkpoint import read_checkpoint, save_checkpoint
 from driftlab.lockstep.loop import FLUSH_EVERY, Lockstep
 from driftlab.measures.loss import MEASURE as LOSS
 from driftlab.record.seed_record import RecordError
@@ -53,6 +53,13 @@ def lockstep(reference=None, candidate=None, horizons=None, **options):
     scheduler = lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, longest)  # noqa: E731
     arms = grow(reference, candidate, optimizer=sgd, horizons=horizons, scheduler=scheduler)
     return Lockstep(arms, F.cross_entropy, **options)
+
+
+def load_checkpoint(steps, folder):
+    """Puts every arm back; the step to go on with."""
+    checkpoint = read_checkpoint(folder)
+    checkpoint.restore(steps)
+    return checkpoint.next_step
 
 
 def run(steps, start=0, stop=None):

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 
-from driftlab.lockstep.checkpoint import load_checkpoint, save_checkpoint
+from driftlab.lockstep.checkpoint import save_checkpoint
 from driftlab.lockstep.together import Together, sharing
-from tests.driftlab.lockstep.test_lockstep import STEPS, batch, lockstep, network
+from tests.driftlab.lockstep.test_lockstep import STEPS, batch, load_checkpoint, lockstep, network
 
 
 def rewritten(reference, by):

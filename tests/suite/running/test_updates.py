@@ -9,11 +9,12 @@ import yaml
 from torch import nn
 
 from driftlab.lockstep.arm import make_arm
-from driftlab.lockstep.checkpoint import load_checkpoint, save_checkpoint
+from driftlab.lockstep.checkpoint import save_checkpoint
 from driftlab.lockstep.loop import Lockstep
 from suite.command.configuration import digest
 from suite.command.errors import ConfigurationError
 from suite.running.updates import make_clip, make_loss, make_optimizer, make_scheduler
+from tests.driftlab.lockstep.test_lockstep import load_checkpoint
 from tests.suite import own
 from tests.suite.conftest import set_anew
 
