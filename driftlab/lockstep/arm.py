@@ -107,9 +107,8 @@ class Arm:
             theirs(self.optimizer.step)
         self.skipped += skips
         if self.scheduler is not None:
-            with warnings.catch_warnings() if skips else nullcontext():
-                if skips:  # torch warns of a scheduler that moves before the first update
-                    warnings.simplefilter("ignore")
+            # torch warns of a scheduler that moves before the first update
+            with warnings.catch_warnings(action="ignore") if skips else nullcontext():
                 theirs(self.scheduler.step)
         if self.after_update is not None:
             self.after_update()

@@ -124,7 +124,7 @@ class LockstepModule(lightning.LightningModule):
 
 
 def trainer(
-    steps: int, device: torch.device, callbacks: Sequence[lightning.Callback] = (), **options
+    steps: int, device: torch.device, callbacks: Sequence[lightning.Callback] = ()
 ) -> lightning.Trainer:
     """A Trainer that adds nothing of its own: no checkpoint, bar, summary or validation.
 
@@ -133,7 +133,6 @@ def trainer(
 
     Args:
         steps: batches still to train.
-        options: anything else ``lightning.Trainer`` takes (logger).
     """
     return lightning.Trainer(
         accelerator="gpu" if device.type == "cuda" else "cpu",
@@ -144,5 +143,4 @@ def trainer(
         use_distributed_sampler=False,
         plugins=[LightningEnvironment()],
         callbacks=[KeepSigterm(), *callbacks],
-        **options,
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -115,7 +115,7 @@ class Lockstep:
         look = self._begun()
         for arm in self.live(step):
             seen = self._run(arm, look.folded, step, inputs, targets)
-            look.add(self._named(seen, look.seen), measures)
+            look.add(seen, measures, self.outputs)
         self._keep(step, look.measured)
         self._leave(look)
 
@@ -149,7 +149,7 @@ class Lockstep:
             with arm.otherwise(step):
                 outputs, targets = self.predictions(arm, batches)
             seen = Seen(arm, look.folded, outputs, targets)
-            look.add(self._named(seen, look.seen), measures_at(Moment.EVALUATION))
+            look.add(seen, measures_at(Moment.EVALUATION), self.outputs)
         self._leave(look)
         return {column: float(value) for column, value in look.measured.items()}
 
@@ -197,14 +197,6 @@ class Lockstep:
         outputs = pytree.tree_map_only(Tensor, Tensor.detach, outputs)
         return Seen(arm, folded, outputs, targets, loss=loss.detach(), sides=sides)
 
-    def _named(self, own: Seen, seen: Mapping[str, Seen]) -> Seen:
-        """With its outputs by the names of the reference's of its dtype, which was ``seen`` before it."""
-        own.leaves = named_leaves(own.outputs)
-        against = seen.get(own.arm.against.name) if own.arm.against else None
-        if own.arm.role == "candidate" and against:
-            own.leaves = self.outputs.of(own.leaves, against.leaves)
-        return own
-
     @contextmanager
     def _in_its_dtype(self, arm: Arm, training: bool) -> Iterator[None]:
         """Inside, a float64 arm draws its random numbers as its float32 arm does, and has its own kernels."""
@@ -236,9 +228,17 @@ class _Look:
     seen: dict[str, Seen] = field(default_factory=dict)
     measured: dict[str, Tensor] = field(default_factory=dict)
 
-    def add(self, seen: Seen, measures: Iterable[Measure]) -> None:
-        self.seen[seen.arm.name] = seen
-        self.measured |= _measured(measures, seen.arm, self.seen)
+    def add(self, own: Seen, measures: Iterable[Measure], outputs: Outputs) -> None:
+        """An arm behind its against, with its outputs by the names of the reference's of its dtype."""
+        arm = own.arm
+        against = self.seen.get(arm.against.name) if arm.against else None
+        own.leaves = named_leaves(own.outputs)
+        if arm.role == "candidate" and against:
+            own.leaves = outputs.of(own.leaves, against.leaves)
+        self.seen[arm.name] = own
+        for measure in measures:
+            if (against or not measure.compared) and (value := measure.measure(own, against)) is not None:
+                self.measured[f"{measure.name}/{arm.name}"] = value
 
 
 def _loss_of(arm: Arm, loss: Loss) -> Loss:
@@ -257,14 +257,3 @@ def _joined(parts: Sequence[object]) -> object:
         return torch.cat(leaves) if leaves[0].dim() else torch.stack(leaves)
 
     return pytree.tree_map(joined, *parts)
-
-
-def _measured(measures: Iterable[Measure], arm: Arm, seen: Mapping[str, Seen]) -> dict[str, Tensor]:
-    """Column -> value of one arm, against an arm that was ``seen`` before it."""
-    against = seen.get(arm.against.name) if arm.against else None
-    values = {
-        f"{measure.name}/{arm.name}": measure.measure(seen[arm.name], against)
-        for measure in measures
-        if against is not None or not measure.compared
-    }
-    return {column: value for column, value in values.items() if value is not None}

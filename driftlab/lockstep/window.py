@@ -114,21 +114,20 @@ class Window:
         controls: Sequence[Control] = ENSEMBLE,
     ):
         self.pair, self.batches, self.steps = pair, batches, steps
-        s = pair
         arms = grow(
-            s.reference,
-            s.candidate,
-            optimizer=s.optimizer,
-            candidate_optimizer=s.candidate_optimizer,
+            pair.reference,
+            pair.candidate,
+            optimizer=pair.optimizer,
+            candidate_optimizer=pair.candidate_optimizer,
             horizons=dict.fromkeys(dtypes or pair.trained_in(), steps),
-            scheduler=s.scheduler,
-            clip=s.clip,
+            scheduler=pair.scheduler,
+            clip=pair.clip,
             controls=controls,
-            fold=s.comparable,
-            nudge_seed=s.seed,
+            fold=pair.comparable,
+            nudge_seed=pair.seed,
             float64_candidate=float64,
         )
-        self.lockstep = Lockstep(arms, s.loss, seed=s.seed, call=s.call, outputs=s.outputs)
+        self.lockstep = Lockstep(arms, pair.loss, seed=pair.seed, call=pair.call, outputs=pair.outputs)
         self.evaluations: dict[int, Row] = {}
 
     def arm(self, name: str) -> Arm:
@@ -150,8 +149,9 @@ class Window:
         """
         for step in range(self.steps + 1):
             yield step
-            if step in self._evaluated():
-                self.evaluations[step] = self._evaluate(step)
+            if step % EVALUATE_EVERY == 0 or step == self.steps:
+                # on the first batch; its targets are those of training, and tell nothing here
+                self.evaluations[step] = self.lockstep.evaluate(step, [(self.batches[0][0], None)])
             self.lockstep.forward_backward(step, *self.batch(step))
             if step < self.steps:
                 self.lockstep.update(step)
@@ -166,13 +166,6 @@ class Window:
             for a in self.lockstep.arms
         }
         return SeedRecord(self.pair.seed, rows, evaluations, {"arms": arms})
-
-    def _evaluated(self) -> set[int]:
-        return {*range(0, self.steps, EVALUATE_EVERY), self.steps}
-
-    def _evaluate(self, step: int) -> Row:
-        """In eval mode on the first batch; its targets are those of training, and tell nothing here."""
-        return self.lockstep.evaluate(step, [(self.batches[0][0], None)])
 
 
 def same_rows(first: SeedRecord, second: SeedRecord) -> int | None:
