@@ -19,7 +19,7 @@ from driftlab.verdict.evidence import same_bits
 from driftlab.verdict.in_16_bits import asked_in_16_bits
 from driftlab.verdict.outcomes import part_of_a_training
 from driftlab.verdict.rules import judge
-from driftlab.words import DiagnoseError, Finding, Verdict
+from driftlab.words import DiagnoseError, Finding, Verdict, counted
 
 # What the look may find that is more than rounding carried on: it stands as it is.
 _SETTLED = (Verdict.BUG, Verdict.NONDETERMINISTIC, Verdict.REDUCED_PRECISION)
@@ -69,7 +69,7 @@ def look_on_the_spot(
     said = judgement.headline.removesuffix(" (1 seed)")
     if judgement.verdict in _SETTLED:
         where = judgement.where
-        says = said.removeprefix("not the same function: ").replace(str(where), "{place}") if where else said
+        says = where.taken_out_of(said.removeprefix("not the same function: ")) if where else said
         return PROBE.finding(times, judgement.verdict, says, where)
     if judgement.verdict in _SAME_FUNCTION:
         says = f"the window from step {begins} leaves them; looked at on the spot: {said}"
@@ -97,7 +97,7 @@ def all_stay(rows: Sequence[Row], found: Examined) -> Finding:
     times = [t for window in windows.values() if (t := times_the_controls(window, found)) is not None]
     if not times:
         return PROBE.not_applicable("there is no such pair with a control")
-    where = f"{len(windows)} window{'s' * (len(windows) > 1)}, from step {min(windows)} to {max(windows)}"
+    where = f"{counted(len(windows), 'window')}, from step {min(windows)} to {max(windows)}"
     return PROBE.finding(
         max(times), Verdict.ROUND_OFF, f"at most {max(times):.2g} times the controls ({where}): rounding"
     )

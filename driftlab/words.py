@@ -11,6 +11,11 @@ from typing import Any
 from driftlab.blame import AboutThePair
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 row", "2 rows"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 class DiagnoseError(AboutThePair, ValueError):
     """What was asked cannot be diagnosed; the message is one line: what, where, what to write instead."""
 
@@ -38,8 +43,7 @@ class Status(StrEnum):
 
 # Probes that others than themselves know by name.
 FUNCTION, PRECISION, FEWER_SAMPLES, EXCESS = "function", "precision", "fewer_samples", "excess"
-PROCESS_SETTINGS, AS_COMPILED = "process_settings", "as_compiled"
-SAME_START, UPDATE = "same_start", "update"
+PROCESS_SETTINGS, AS_COMPILED, SAME_START, UPDATE = "process_settings", "as_compiled", "same_start", "update"
 
 
 @dataclass(frozen=True)
@@ -115,9 +119,12 @@ class Place:
         return self.as_dict()[key]
 
     def __str__(self) -> str:
-        nowhere = " of the network itself" if self.module == "" else ""
-        where = f" of {self.named}" if self.named else nowhere
-        return f"the {self.pass_}{where}, since step {self.step}"
+        where = self.named or ("the network itself" if self.module == "" else "")
+        return f"the {self.pass_}{where and f' of {where}'}, since step {self.step}"
+
+    def taken_out_of(self, text: str) -> str:
+        """With ``{place}`` where a text names it: what is "since step 1" is not "since step 12"."""
+        return re.sub(rf"{re.escape(str(self))}\b", "{place}", text)
 
 
 # What a stored finding of before findings said so themselves stands for.
@@ -154,11 +161,10 @@ class Finding:
     def naming(self, counterparts: Mapping[str, str]) -> Finding:
         """The same, with the candidate's name of its place, where it has none yet and one is known."""
         place = self.place
-        if place is None or place.candidate_module is not None:
+        if place is None or place.candidate_module is not None or place.module is None:
             return self
-        if place.module is None or place.module not in counterparts:
-            return self
-        return self._at(replace(place, candidate_module=counterparts[place.module]))
+        other = counterparts.get(place.module)
+        return self if other is None else self._at(replace(place, candidate_module=other))
 
     def _at(self, place: Place) -> Finding:
         reading = self.says.replace("{place}", str(place)) if self.says else self.evidence.reading
@@ -178,7 +184,8 @@ class Finding:
         values["supports"] = Verdict(supports) if supports else None
         values["status"] = Status(values.get("status", Status.ANSWERED))
         found = cls(Evidence(**values), Place.from_dict(place) if place else None)
-        own.setdefault("says", found.evidence.reading.replace(str(found.place), "{place}"))
+        said, at = found.evidence.reading, found.place
+        own.setdefault("says", at.taken_out_of(said) if at else said)
         own.setdefault("off_path", found.evidence.probe in _OFF_THE_PATH)
         return replace(found, **own | {"supersedes": tuple(own.get("supersedes", ()))})
 
@@ -187,19 +194,14 @@ def standing(findings: Iterable[Finding]) -> list[Finding]:
     """The findings less those that a later one took the place of."""
     found: list[Finding] = []
     for finding in findings:
-        found = [f for f in found if f.evidence.probe not in finding.supersedes]
-        found.append(finding)
+        found = [*(f for f in found if f.evidence.probe not in finding.supersedes), finding]
     return found
 
 
 def settled_by(findings: Iterable[Finding]) -> tuple[Verdict, Finding] | None:
     """What probes alone decide: another function, then a network that does not repeat itself."""
-    left = standing(findings)
-    for verdict in (Verdict.BUG, Verdict.NONDETERMINISTIC):
-        for finding in left:
-            if finding.evidence.supports is verdict:
-                return verdict, finding
-    return None
+    left, decide = standing(findings), (Verdict.BUG, Verdict.NONDETERMINISTIC)
+    return next(((verdict, f) for verdict in decide for f in left if f.evidence.supports is verdict), None)
 
 
 @dataclass(frozen=True)
@@ -225,10 +227,6 @@ class Excess:
         return max(0, self.step - 1) if pass_ == "update" else self.step
 
 
-# A step, or the update that begins at it, as sentences name it.
-_NUMBERED = re.compile(r"\b(step|update) (\d+)\b")
-
-
 @dataclass(frozen=True)
 class Judgement:
     """A verdict with its reasons."""
@@ -243,7 +241,7 @@ class Judgement:
         """The same of steps that are counted from ``step`` on, in its place and its sentences."""
 
         def later(text: str) -> str:
-            return _NUMBERED.sub(lambda found: f"{found[1]} {int(found[2]) + step}", text)
+            return re.sub(r"\b(step|update) (\d+)\b", lambda m: f"{m[1]} {int(m[2]) + step}", text)
 
         where = self.where and replace(self.where, step=self.where.step + step)
         evidence = [replace(e, reading=later(e.reading)) for e in self.evidence]

@@ -182,3 +182,15 @@ def test_what_is_stored_reads_back_and_so_does_what_was_stored_before():
     assert read.off_path
     assert read.at_step(7).evidence.reading == "the forward of conv, since step 7: off"
     assert read.at_step(7).place.step == 7
+
+
+def test_a_place_is_not_taken_for_the_beginning_of_a_later_one():
+    place = Place("conv (1)", "forward", 1)
+    said = f"{place}; so is {Place('conv (1)', 'forward', 12)}, and {place}"
+    assert place.taken_out_of(said) == "{place}; so is the forward of conv (1), since step 12, and {place}"
+    old = finding("function", Verdict.BUG, place=place).as_dict() | {"reading": said}
+    del old["says"]
+    assert Finding.from_dict(old).at_step(3).evidence.reading == (
+        "the forward of conv (1), since step 3; so is the forward of conv (1), since step 12, "
+        "and the forward of conv (1), since step 3"
+    )
