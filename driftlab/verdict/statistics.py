@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import comb
 from statistics import fmean, stdev
 from typing import TypeVar
 
@@ -15,14 +16,9 @@ def mcnemar_exact(first: Sequence[bool], second: Sequence[bool]) -> float:
     Only the pairs that disagree count: if both have the same chance, each is as likely to be the one.
     1.0 where no pair disagrees. (McNemar, Psychometrika 12, 1947; exact form: binomial with p = 1/2.)
     """
-    only_first = sum(a and not b for a, b in zip(first, second, strict=True))
-    only_second = sum(b and not a for a, b in zip(first, second, strict=True))
-    discordant = only_first + only_second
-    if not discordant:
-        return 1.0
-    from scipy.stats import binomtest  # takes a second to import, and most runs have no pair that disagrees
-
-    return float(binomtest(only_first, discordant, 0.5).pvalue)
+    sides = [a for a, b in zip(first, second, strict=True) if a != b]
+    n, fewer = len(sides), min(sum(sides), len(sides) - sum(sides))
+    return min(1.0, 2 * sum(comb(n, k) for k in range(fewer + 1)) / (1 << n))
 
 
 def equal_means(differences: Sequence[float], margin: float) -> float:

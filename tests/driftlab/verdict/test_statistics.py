@@ -65,6 +65,15 @@ def test_mcnemar_against_counting_every_way_that_the_pairs_could_have_fallen(pai
     assert mcnemar_exact(first, second) == pytest.approx(extreme / len(ways))
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [(0, 0), (0, 1), (3, 3), (1, 8), (11, 2), (40, 17), (900, 1100)]
+)
+def test_mcnemar_against_scipy(first, second):
+    outcomes = [True] * first + [False] * second
+    expected = binomtest(first, first + second).pvalue if outcomes else 1.0
+    assert mcnemar_exact(outcomes, [not a for a in outcomes]) == pytest.approx(expected, rel=1e-9)
+
+
 def test_pairs_of_unequal_length_are_refused():
     with pytest.raises(ValueError, match="argument 2 is longer"):
         mcnemar_exact([True], [True, False])
