@@ -7,14 +7,14 @@ difference of one ulp. A pair that leaves it by more than ``HALFWAY`` differs by
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from driftlab.probes.probe import Probe
 from driftlab.record.seed_record import SeedRecord
 from driftlab.rounding import HALFWAY, NO_KINK_IN_REACH, UNIT_ROUND_OFF
 from driftlab.verdict.evidence import PASSES, first_flip
-from driftlab.words import Evidence, Excess, Place, Verdict
+from driftlab.words import Evidence, Excess, Place, Verdict, counted
 
 PAIR = Probe(
     name="{dtype}_pair",
@@ -83,10 +83,8 @@ def pair_with_controls(
     if not ratios:
         return probe.not_applicable("there is no such pair with a control", **names).evidence, None
     if not excesses:
-        reading = (
-            f"at most {max(ratios):.2g} times the controls ({len(ratios)} seed{'s' * (len(ratios) > 1)}): "
-            f"rounding"
-        )
+        n = counted(len(ratios), "seed")
+        reading = f"at most {max(ratios):.2g} times the controls ({n}): rounding"
         return probe.evidence(max(ratios), Verdict.ROUND_OFF, reading, **names), None
     first = min(excesses, key=lambda e: (e.step, -e.measured / e.allowed))
     times = first.measured / first.allowed * HALFWAY
@@ -104,13 +102,15 @@ def _controls(record: SeedRecord, dtype: str) -> list[str]:
     return [a for a in record.arms if a.startswith("control") and a.endswith(f".{dtype}")]
 
 
-def _envelope(record: SeedRecord, kind: str, dtype: str, table: str = "curves") -> dict[int, float]:
-    """step -> the largest distance that any control shows at it."""
-    found: dict[int, float] = {}
-    for arm in _controls(record, dtype):
-        for step, value in record.series(kind, arm, table=table).items():
-            found[step] = max(found.get(step, 0.0), value)
-    return found
+def _beside(
+    record: SeedRecord, kind: str, arm: str, least: float, table: str = "curves"
+) -> Iterator[tuple[int, float, float]]:
+    """Each step of an arm: how far it is apart there, and the most that any control has been by then."""
+    controls = [record.series(kind, a, table=table) for a in _controls(record, arm.partition(".")[2])]
+    most = least
+    for step, apart in sorted(record.series(kind, arm, table=table).items()):
+        most = max([most, *(control.get(step, 0.0) for control in controls)])  # a NaN is no more than it
+        yield step, apart, most
 
 
 def _first_excess(record: SeedRecord, role: str, dtype: str) -> tuple[Excess | None, float | None]:
@@ -118,24 +118,21 @@ def _first_excess(record: SeedRecord, role: str, dtype: str) -> tuple[Excess | N
     found, largest = [], None
     flipped = first_flip(record, f"{role}.{dtype}") if dtype == "float32" else None
     own = _own_rounding(record, role) if dtype == "float64" else 0.0
+    least = max(UNIT_ROUND_OFF[dtype], own)
     for kind, _ in PASSES if _controls(record, dtype) else ():
-        mine, control = record.series(kind, f"{role}.{dtype}"), _envelope(record, kind, dtype)
-        envelope, before, previous = max(UNIT_ROUND_OFF[dtype], own), 0.0, 0.0
-        for step in sorted(mine):
-            if dtype == "float32" and flipped is not None and step > flipped:
+        before, previous = 0.0, 0.0
+        for step, apart, envelope in _beside(record, kind, f"{role}.{dtype}", least):
+            if flipped is not None and step > flipped:
                 break
-            envelope = max(envelope, control.get(step, 0.0))
-            allowed = HALFWAY * envelope
-            if math.isnan(mine[step]) and _blown_up(record, dtype, step):
+            if math.isnan(apart) and _blown_up(record, dtype, step):
                 break
-            if not mine[step] <= allowed:
+            if not apart <= HALFWAY * envelope:
                 if dtype == "float32" or before < NO_KINK_IN_REACH:
-                    leaps = previous <= envelope * LEAP
-                    moved = kind == "weight_distance" and leaps
-                    found.append(Excess(record.seed, step, kind, mine[step], allowed, moved))
+                    moved = kind == "weight_distance" and previous <= envelope * LEAP
+                    found.append(Excess(record.seed, step, kind, apart, HALFWAY * envelope, moved))
                 break
-            previous = mine[step]
-            largest, before = max(largest or 0.0, mine[step] / envelope), max(before, mine[step])
+            previous = apart
+            largest, before = max(largest or 0.0, apart / envelope), max(before, apart)
     order = [kind for kind, _ in PASSES]
     first = min(found, key=lambda e: (e.step, order.index(e.kind)), default=None)
     if first and any(e.moved and e.step == first.step for e in found):
@@ -165,16 +162,13 @@ def evaluation(records: Sequence[SeedRecord], role: str) -> tuple[Evidence, Plac
 
 def _worst_evaluation(record: SeedRecord, role: str, kind: str, pass_: str) -> tuple[float, Place] | None:
     """The first ratio to the envelope that is too large, else the largest."""
-    mine = record.series(kind, f"{role}.float64", table="evaluations")
-    control = _envelope(record, kind, "float64", "evaluations")
     narrow = record.series(kind, f"{role}.float32", table="evaluations")
     own = narrow[min(narrow)] * 2.0**-29 if narrow else 0.0
-    envelope, worst = max(UNIT_ROUND_OFF["float64"], own, _own_rounding(record, role)), None
-    for step in sorted(mine):
-        if math.isnan(mine[step]) and _blown_up(record, "float64", step):
+    least, worst = max(UNIT_ROUND_OFF["float64"], own, _own_rounding(record, role)), None
+    for step, apart, envelope in _beside(record, kind, f"{role}.float64", least, "evaluations"):
+        if math.isnan(apart) and _blown_up(record, "float64", step):
             break
-        envelope = max(envelope, control.get(step, 0.0))
-        ratio = mine[step] / envelope
+        ratio = apart / envelope
         if worst is None or not ratio <= worst[0]:
             worst = ratio, Place(None, pass_, step)
         if not ratio <= HALFWAY:
@@ -189,9 +183,20 @@ def first_excess(records: Sequence[SeedRecord], narrow: bool) -> Excess | None:
         narrow: whether the candidate computes in fewer bits: its float32 pair then looks like a bug's.
     """
     pair, excess = window_pair(records, "candidate")
-    if narrow and pair.probe == PAIRS["float32"].name:
-        excess = None
-    return excess or evaluation_excess(records)
+    if excess and not (narrow and pair.probe == PAIRS["float32"].name):
+        return excess
+    evidence, place = evaluation(records, "candidate")
+    if place is None or evidence.measured is None:
+        return None
+    kind = "buffer_distance" if place.pass_ == "buffer" else "eval_logit_distance"
+    carried = any(  # whether the weights were further apart by then than those of any control
+        step <= place.step and not apart <= most
+        for record in records
+        for step, apart, most in _beside(
+            record, "weight_distance", "candidate.float64", UNIT_ROUND_OFF["float64"]
+        )
+    )
+    return Excess(records[0].seed, place.step, kind, evidence.measured, HALFWAY, carried=carried)
 
 
 def honoured(record: SeedRecord) -> SeedRecord:
@@ -205,23 +210,3 @@ def honoured(record: SeedRecord) -> SeedRecord:
     )
     run = record.run | {"arms": {a: v for a, v in record.run["arms"].items() if a != arm}}
     return SeedRecord(record.seed, curves, evaluations, run)
-
-
-def evaluation_excess(records: Sequence[SeedRecord]) -> Excess | None:
-    """The first excess in eval mode or in the buffers, where there is one."""
-    evidence, place = evaluation(records, "candidate")
-    if place is None or evidence.measured is None:
-        return None
-    kind = "buffer_distance" if place.pass_ == "buffer" else "eval_logit_distance"
-    carried = any(_parted_by(record, place.step) for record in records)
-    return Excess(records[0].seed, place.step, kind, evidence.measured, HALFWAY, carried=carried)
-
-
-def _parted_by(record: SeedRecord, step: int) -> bool:
-    """Whether the weights of the float64 pair were further apart by ``step`` than those of any control."""
-    control, envelope = _envelope(record, "weight_distance", "float64"), UNIT_ROUND_OFF["float64"]
-    for at, apart in sorted(record.series("weight_distance", "candidate.float64").items()):
-        envelope = max(envelope, control.get(at, 0.0))
-        if at <= step and not apart <= envelope:
-            return True
-    return False

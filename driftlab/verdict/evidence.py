@@ -14,7 +14,7 @@ from driftlab.probes.probe import Probe
 from driftlab.record.column_table import columns_of
 from driftlab.record.seed_record import SeedRecord
 from driftlab.rounding import HALFWAY, HALFWAY_BITS, UNIT_ROUND_OFF
-from driftlab.words import Evidence, Verdict
+from driftlab.words import Evidence, Excess, Place, Verdict
 
 SAME_BITS = Probe(
     name="same_bits",
@@ -56,6 +56,12 @@ PASSES = (
     ("gradient_distance", "weight gradient"),
     ("weight_distance", "update"),
 )
+
+
+def place_of(excess: Excess) -> Place:
+    """The pass of an excess, and the step at fault; which module, a look on the spot would have said."""
+    pass_ = dict(PASSES)[excess.kind]
+    return Place(None, pass_, excess.since(pass_))
 
 
 def same_bits(records: Sequence[SeedRecord], role: str) -> Evidence:

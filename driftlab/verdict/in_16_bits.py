@@ -16,8 +16,8 @@ from statistics import median
 from driftlab.probes.probe import Probe
 from driftlab.record.seed_record import SeedRecord
 from driftlab.rounding import BESIDE_16_BITS, BEYOND, UNIT_IN_16_BITS, UNIT_ROUND_OFF
-from driftlab.verdict.evidence import PASSES
-from driftlab.words import Evidence, Excess, Place, Verdict
+from driftlab.verdict.evidence import place_of
+from driftlab.words import Evidence, Excess, Place, Verdict, counted
 
 # Not the weights: what moves them is the same for both, and Adam's first update of a weight whose gradient is
 # about 0 has the sign of its rounding.
@@ -74,7 +74,7 @@ def _from_float32(records: Sequence[SeedRecord], dtype: str) -> Evidence:
         return probe.not_applicable("no seed was trained in both", dtype=dtype).evidence
     parted = [_parts_at(record, arm) for record in records]
     steps = ", ".join("no step" if step is None else f"step {step}" for step in parted)
-    n = f"{len(starts)} seed{'s' * (len(starts) > 1)}"
+    n = counted(len(starts), "seed")
     reading = f"outputs {median(starts):.2g} apart before any update (median of {n}); losses part by "
     return probe.evidence(median(starts), None, f"{reading}{PARTED:.0%} at {steps}", dtype=dtype)
 
@@ -99,15 +99,14 @@ def _pair(records: Sequence[SeedRecord], role: str, dtype: str) -> tuple[Evidenc
     if not seeds:
         return probe.not_applicable("there is no such pair with a control", **names).evidence, None
     times = median(e.measured / e.allowed * BESIDE_16_BITS for e in seeds)
-    n = f"median of {len(seeds)} seed{'s' * (len(seeds) > 1)}"
+    n = f"median of {counted(len(seeds), 'seed')}"
     if times <= BESIDE_16_BITS:
         reading = f"at most {times:.2g} times the control ({n}): rounding"
         return probe.evidence(times, Verdict.ROUND_OFF, reading, **names), None
     first = min((e for e in seeds if e.measured > e.allowed), key=lambda e: (e.step, -e.measured / e.allowed))
     what = f"{first.kind.replace('_', ' ')} {first.measured:.2g} at step {first.step} of seed {first.seed}"
     reading = f"{what}; {times:.2g} times the control ({n}): more than the rounding of {dtype} makes"
-    pass_ = dict(PASSES)[first.kind]
-    return probe.evidence(times, Verdict.BUG, reading, **names), Place(None, pass_, first.since(pass_))
+    return probe.evidence(times, Verdict.BUG, reading, **names), place_of(first)
 
 
 def _worst(record: SeedRecord, role: str, dtype: str) -> Excess | None:

@@ -10,7 +10,7 @@ from driftlab.probes.probe import Probe
 from driftlab.record.seed_record import SeedRecord
 from driftlab.verdict.in_16_bits import precisions_in_16_bits
 from driftlab.verdict.statistics import equal_means, mcnemar_exact
-from driftlab.words import Evidence, Verdict
+from driftlab.words import Evidence, Verdict, counted
 
 # A loss that ends at twice its initial value is worse than not to have trained; batches of one run differ
 # by less than that. The tenth of the rows at the end is taken, and its median: a training that leaps up and
@@ -88,15 +88,14 @@ def outcomes(records: Sequence[SeedRecord], role: str) -> dict:
     arms = [a for a in dict.fromkeys(arms) if all(a in r.run["arms"] for r in records)]
     table = {arm: {record.seed: fell_over(record, arm) for record in records} for arm in arms}
     reference = list(table.get("reference.float32", {}).values())
-    tests = {
-        a: mcnemar_exact(reference, list(t.values())) for a, t in table.items() if a != "reference.float32"
+    others = {arm: list(t.values()) for arm, t in table.items() if arm != "reference.float32"}
+    return {
+        "fell_over": table,
+        "discordant": {
+            arm: sum(x != y for x, y in zip(reference, fell, strict=True)) for arm, fell in others.items()
+        },
+        "mcnemar_p": {arm: mcnemar_exact(reference, fell) for arm, fell in others.items()},
     }
-    discordant = {
-        a: sum(x != y for x, y in zip(reference, t.values(), strict=True))
-        for a, t in table.items()
-        if a != "reference.float32"
-    }
-    return {"fell_over": table, "discordant": discordant, "mcnemar_p": tests}
 
 
 def stability(table: dict) -> Evidence:
@@ -108,7 +107,7 @@ def stability(table: dict) -> Evidence:
     fallen = {arm.split(".")[0]: sum(seeds.values()) for arm, seeds in table["fell_over"].items()}
     n = max((len(seeds) for seeds in table["fell_over"].values()), default=0)
     if not any(fallen.values()):
-        return STABILITY.evidence(0.0, None, f"no run diverged in {n} seed{'s' * (n != 1)}")
+        return STABILITY.evidence(0.0, None, f"no run diverged in {counted(n, 'seed')}")
     p = {arm.split(".")[0]: value for arm, value in table["mcnemar_p"].items()}
     alone = p.get("candidate", 1.0) < SIGNIFICANT <= p.get("control", 1.0)
     shared = any(count for name, count in fallen.items() if name != "candidate")
@@ -168,7 +167,6 @@ def _disagreement(rows: Sequence[Mapping[str, float]], arm: str) -> Evidence | N
         return None
     reading = (
         f"{100 * median(mine):.1f} % of the test set, the control {100 * median(control):.1f} % "
-        f"(medians of {len(mine)} seed{'s' * (len(mine) > 1)}; the control at most "
-        f"{100 * max(control):.1f} %)"
+        f"(medians of {counted(len(mine), 'seed')}; the control at most {100 * max(control):.1f} %)"
     )
     return DISAGREEMENT.evidence(median(mine), None, reading, threshold=max(control), arm=arm)

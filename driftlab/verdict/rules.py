@@ -42,12 +42,12 @@ from driftlab.words import (
     FUNCTION,
     PROCESS_SETTINGS,
     Evidence,
-    Excess,
     Finding,
     Judgement,
     Place,
     Status,
     Verdict,
+    counted,
     settled_by,
 )
 
@@ -72,7 +72,8 @@ def judge(records: Sequence[SeedRecord], subject: str = "candidate") -> Judgemen
         shown = _from_curves(honoured, subject, probes)
         evidence, outcomes = shown.evidence, shown.outcomes
     finding = _since(finding, honoured)
-    headline = _settled_headline(verdict, finding, len(records))
+    opening = "not the same function: " if verdict is Verdict.BUG else ""
+    headline = f"{opening}{finding.evidence.reading} ({counted(len(records), 'seed')})"
     return Judgement(verdict, headline, evidence, finding.place, outcomes)
 
 
@@ -107,12 +108,6 @@ def _is_narrow(finding: Finding) -> bool:
     return evidence.supports is Verdict.REDUCED_PRECISION and evidence.probe != PROCESS_SETTINGS
 
 
-def _settled_headline(verdict: Verdict, finding: Finding, n: int) -> str:
-    seeds = f" ({n} seed{'s' if n > 1 else ''})"
-    opening = "not the same function: " if verdict is Verdict.BUG else ""
-    return opening + finding.evidence.reading + seeds
-
-
 def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Finding]) -> Judgement:
     narrow = next((f for f in probes if _is_narrow(f)), None)
     unseen = next((f.evidence for f in probes if f.evidence.supports is Verdict.INCONCLUSIVE), None)
@@ -124,7 +119,7 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
     if any(f.evidence.probe == EXCESS and f.evidence.supports is Verdict.ROUND_OFF for f in probes):
         (pair, evaluation), excess, eval_place = map(_carried_on, (pair, evaluation)), None, None
     outcomes = outcomes_over_seeds(records, subject)
-    place = _place(records, excess, eval_place)
+    place = curves.place_of(excess) if excess else eval_place
     in_16_bits = list(asked_in_16_bits(records, subject))
     if narrow:  # which puts it as far apart there
         in_16_bits = [(replace(e, supports=None), None) for e, _ in in_16_bits]
@@ -162,7 +157,7 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
         else _headline(verdict, found, subject, place, records)
     )
     if unseen and not failed and verdict is Verdict.INCONCLUSIVE:
-        headline = f"{unseen.reading} ({len(records)} seed{'s' if len(records) > 1 else ''})"
+        headline = f"{unseen.reading} ({counted(len(records), 'seed')})"
     named = place if verdict in (Verdict.BUG, Verdict.REDUCED_PRECISION) else None
     return Judgement(verdict, headline, [f.evidence for f in probes] + evidence, named, outcomes)
 
@@ -214,19 +209,6 @@ def _verdict(found: dict[str, Evidence], subject: str, place: Place | None, cont
     return Verdict.ROUND_OFF if drifts_alike else Verdict.INCONCLUSIVE
 
 
-def _place(records: Sequence[SeedRecord], excess: Excess | None, eval_place: Place | None) -> Place | None:
-    """The pass of the first excess; which module, a look on the spot would have said.
-
-    Weights that differ at a row were moved apart by the update before it.
-    """
-    if excess is None and eval_place is None:
-        return None
-    if excess is None:
-        return eval_place
-    pass_ = dict(curves.PASSES)[excess.kind]
-    return Place(None, pass_, excess.since(pass_))
-
-
 _SENTENCES = {
     Verdict.BIT_IDENTICAL: "the {subject} does not differ from its reference in any bit",
     Verdict.ROUND_OFF: "the same function: what differs is rounding, and it grows as it does in the control",
@@ -252,8 +234,7 @@ def _headline(
     place: Place | None,
     records: Sequence[SeedRecord],
 ) -> str:
-    n = len(records)
-    seeds = f"{n} seed{'s' if n > 1 else ''}"
+    n, seeds = len(records), counted(len(records), "seed")
     narrow = [p for p, e in found.items() if e.supports is Verdict.REDUCED_PRECISION]
     if verdict is Verdict.REDUCED_PRECISION and narrow == [PROCESS_SETTINGS]:
         return f"the same function, in a process of fewer bits: {found[PROCESS_SETTINGS].reading} ({seeds})"
