@@ -27,7 +27,7 @@ _FORMS = [
         r"(?P<text>[a-z_]+) \((?P<value>NUM)(?: of (?P<n>NUM))?\)",
     )
 ]
-_ORDER = ("text", "count", "value", "low", "high", "n", "first", "second", "third", "p")
+_ORDER = ("", "text", "count", "value", "low", "high", "n", "first", "second", "third", "p")
 
 
 def numbers_apart(table: str) -> str | None:
@@ -62,9 +62,7 @@ def _heading(heading: str, name: str, own: Sequence[str]) -> str:
 def _names(column: Iterable[Mapping[str, str]]) -> list[str]:
     """The columns that one column becomes: one, where any of its cells is a text of another kind."""
     found = {name for cell in column for name in cell}
-    if "" not in found:
-        return [name for name in _ORDER if name in found]
-    return ["", *(name for name in _ORDER if name in found)]
+    return [name for name in _ORDER if name in found]
 
 
 def _parts(text: str) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 from driftlab.measures import Measure
@@ -15,14 +15,6 @@ from driftlab.report.sections import number
 _COLUMN = WEIGHT_DISTANCE.name
 # As the figures name their arms; the controls of a window are one, the largest of them.
 _PAIRS = tuple((role, dtype) for dtype in ("float64", "float32") for role in ("candidate", "control"))
-
-
-@dataclass(frozen=True)
-class LocalTable:
-    """``headings`` and, a window a row, its ``cells``; medians over seeds."""
-
-    headings: list[str]
-    rows: list[list[str]]
 
 
 def local_drift(records: Sequence[SeedRecord]) -> tuple[Measure, list[SeedRecord]]:
@@ -48,8 +40,11 @@ def _distances(row: Row) -> dict[str, float]:
     return {c: v for c, v in row.items() if c.startswith(f"{_COLUMN}/c")}
 
 
-def local_table(records: Sequence[SeedRecord]) -> LocalTable | None:
-    """Drift and its growth an update in every window, beside the growth of the free-running drift there."""
+def local_table(records: Sequence[SeedRecord]) -> dict[str, list] | None:
+    """Drift and its growth an update in every window, beside the growth of the free-running drift there.
+
+    ``headings``, and ``rows`` of as many cells, a window each; medians over seeds.
+    """
     windows: dict[int, list[tuple[SeedRecord, list[Row]]]] = {}
     for record in records:
         for begins, rows in windows_of(record.local).items():
@@ -59,7 +54,7 @@ def local_table(records: Sequence[SeedRecord]) -> LocalTable | None:
     names = [f"{role}.{dtype}" for role, dtype in _PAIRS]
     headings = ["window from step", *names, *(f"growth of {n}" for n in names)]
     headings += [f"growth of {n}, free-running" for n in names[2:]]
-    return LocalTable(headings, [_cells(begins, windows[begins]) for begins in sorted(windows)])
+    return {"headings": headings, "rows": [_cells(begins, windows[begins]) for begins in sorted(windows)]}
 
 
 def _cells(begins: int, taken: list[tuple[SeedRecord, list[Row]]]) -> list[str]:

@@ -16,7 +16,7 @@ from driftlab.report.local_windows import local_table
 from driftlab.report.sections import MISSING, Answer, in_page, number, percent, shown
 from driftlab.report.series import MOST_LINES, all_arms
 from driftlab.verdict.in_16_bits import precisions_in_16_bits
-from driftlab.words import Judgement
+from driftlab.words import Judgement, counted
 
 # Of a longer table the rest stands in its file alone: a page that grows with the seeds does not open at last.
 MOST_TABLE_ROWS = 500
@@ -54,7 +54,7 @@ def as_page(
     rows = tables.outcomes(records, judgement)
     most = tables.notable(rows)
     drawings, layers = _drawings(records)
-    evidence = scaled(judgement.evidence)
+    evidence, notice = scaled(judgement.evidence), environments.notice({r.seed: r.run for r in records})
     switches = [arm for d in drawings for arm in d.arms] + (layers.switches if layers else [])
     return template("page.html.j2").render(
         meta=_filled(meta),
@@ -76,10 +76,10 @@ def as_page(
         outcome_arms=tables.outcome_arms(records),
         outcomes=most.rows if most else rows,
         notable=most,
-        notice=environments.notice({r.seed: r.run for r in records}),
+        notice=notice,
         outcome_summary=tables.outcome_summary(rows) if len(rows) > 1 else [],
         paired_tests=_paired_tests(judgement),
-        environment=_environment(records, meta.get("dataset") or {}),
+        environment=_environment(records, meta.get("dataset") or {}, notice),
     )
 
 
@@ -92,7 +92,7 @@ def template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": number, "percent": percent, "anchor": anchor}
+    environment.filters |= {"number": number, "percent": percent, "anchor": anchor, "counted": counted}
     return environment.get_template(name)
 
 
@@ -140,19 +140,20 @@ def _cell(value: object) -> str:
     return number(value) if value is None or isinstance(value, int | float) else str(value)
 
 
-def _environment(records: Sequence[SeedRecord], dataset: Mapping) -> list[tuple[str, str]]:
+def _environment(
+    records: Sequence[SeedRecord], dataset: Mapping, apart: environments.Notice | None
+) -> list[tuple[str, str]]:
     """Where it was measured, as pairs of a name and a value: the first seed, and what differs in others."""
     pairs = [(f"data set: {name.replace('_', ' ')}", _plain(value)) for name, value in dataset.items()]
     if not records:
         return pairs
     first = records[0].run.get("environment", {})
     pairs += [(name.replace("_", " "), _plain(value)) for name, value in first.items()]
-    apart = environments.notice({r.seed: r.run for r in records})
     if apart is not None:
         pairs += [("not in all seeds", line) for line in (*apart.loud, *apart.quiet)]
     seconds = [s for r in records if (s := r.run.get("times", {}).get("seconds")) is not None]
     if seconds:
-        pairs.append(("time", f"{sum(seconds):,.0f} s for {len(seconds)} seed{'s' * (len(seconds) > 1)}"))
+        pairs.append(("time", f"{sum(seconds):,.0f} s for {counted(len(seconds), 'seed')}"))
     return pairs
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import string
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from driftlab.record.seed_record import RecordError, SeedRecord, finished_seeds,
 from driftlab.report import axes as scale
 from driftlab.report.lines import Medium, blown_up, bottom_up
 from driftlab.report.series import Bundle, all_arms, bundles_of, judged_against, narrow, role
+from driftlab.report.svg import as_bytes
+from driftlab.words import counted
 
 # Inches: a column of a two-column page, and the whole page between its margins.
 WIDTHS = {"single": 3.35, "double": 6.9}
@@ -94,15 +95,8 @@ def write_curves(records: Sequence[SeedRecord], folder: Path, width: str = "sing
         figure, caption = _drawn(records, width)
         files = [Path(folder) / f"curves_{width}.{suffix}" for suffix in ("svg", "png")]
         for path in files:
-            write_whole(path, _as_bytes(figure, path.suffix[1:]))
+            write_whole(path, as_bytes(figure, path.suffix[1:], _DOTS_PER_INCH))
     return Curves(files, caption)
-
-
-def _as_bytes(figure: Figure, suffix: str) -> bytes:
-    file = io.BytesIO()
-    no_time = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}[suffix]
-    figure.savefig(file, format=suffix, dpi=_DOTS_PER_INCH, metadata=no_time)
-    return file.getvalue()
 
 
 @dataclass(frozen=True)
@@ -164,7 +158,7 @@ def _end(ax: Axes, drawn: Bundle) -> list[str]:
     if not n:
         return []
     PAPER.mark_blow_ups(ax, drawn)
-    return [f"Cross: last finite value of {drawn.arm}, which blew up in {n} of {of} seed{'s' * (of > 1)}."]
+    return [f"Cross: last finite value of {drawn.arm}, which blew up in {n} of {counted(of, 'seed')}."]
 
 
 def _what_is_drawn(seeds: int) -> str:

@@ -145,16 +145,11 @@ def as_files(figure: Figure) -> dict[str, bytes]:
     """Suffix -> content: the figure on white, as SVG and as PNG."""
     from driftlab.report import svg
 
-    files = {}
     with svg.style(figure.name), svg.on_paper(PAPER.ink, PAPER.grid):
         canvas = svg.new_figure(figure.aspect * svg.WIDTH)
         canvas.set_facecolor("white")
         figure.draw(canvas, PAPER)
-        for suffix, metadata in (("svg", {"Date": None, "Creator": None}), ("png", {"Software": None})):
-            file = io.BytesIO()
-            canvas.savefig(file, format=suffix, dpi=DOTS_PER_INCH, metadata=metadata)
-            files[suffix] = file.getvalue()
-    return files
+        return {suffix: svg.as_bytes(canvas, suffix, DOTS_PER_INCH) for suffix in ("svg", "png")}
 
 
 def number(value: float | None) -> str:

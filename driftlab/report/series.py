@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -77,11 +78,8 @@ class Bundle:
     def quantiles(self, low: float, high: float) -> tuple[np.ndarray, np.ndarray]:
         """Those of the seeds at each step: the value of one of them, inf where that one has blown up."""
 
-        def of(values: np.ndarray, axis: int) -> np.ndarray:
-            return np.nanquantile(values, (low, high), axis=axis, method="inverted_cdf").T
-
-        both = _over_seeds(of, self.values, parts=2)
-        return both[:, 0], both[:, 1]
+        reduce = partial(np.nanquantile, q=(low, high), method="inverted_cdf")
+        return tuple(_over_seeds(reduce, self.values))
 
     @property
     def last_finite(self) -> list[tuple[int, float]]:
@@ -94,11 +92,12 @@ class Bundle:
         return points
 
 
-def _over_seeds(reduce, values: np.ndarray, parts: int = 0) -> np.ndarray:
-    """Reduce over seeds, to ``parts`` numbers a step; NaN, and no warning, where no seed has a value."""
+def _over_seeds(reduce, values: np.ndarray) -> np.ndarray:
+    """Reduce over seeds; NaN, and no warning, at a step where no seed has a value."""
     measured = ~np.isnan(values).all(axis=0)
-    result = np.full((values.shape[1], parts) if parts else values.shape[1], np.nan)
-    result[measured] = reduce(values[:, measured], axis=0)
+    reduced = reduce(values[:, measured], axis=0)
+    result = np.full((*reduced.shape[:-1], len(measured)), np.nan)
+    result[..., measured] = reduced
     return result
 
 

@@ -91,3 +91,10 @@ def on_paper(ink: str, grid: str):
     inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
     # letters as outlines: who opens the file may not have the font
     return matplotlib.rc_context(dict.fromkeys(inks, ink) | {"grid.color": grid, "svg.fonttype": "path"})
+
+
+def as_bytes(figure: Figure, suffix: str, dpi: int) -> bytes:
+    """As a file of that kind, without the time at which it was drawn."""
+    file, no_time = io.BytesIO(), {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
+    figure.savefig(file, format=suffix, dpi=dpi, metadata=no_time[suffix])
+    return file.getvalue()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -29,7 +29,8 @@ def comparison(records: Sequence[SeedRecord]) -> list[dict[str, str]]:
 
 def _comparison_row(records: Sequence[SeedRecord], arm: str) -> dict[str, str]:
     series = [r.series("weight_distance", arm) for r in records]
-    finals = [_final(s, blown_up_at(r, arm)) for s, r in zip(series, records, strict=True)]
+    fell = [blown_up_at(r, arm) is not None for r in records]
+    finals = [math.inf if blew_up else _last(s) for s, blew_up in zip(series, fell, strict=True)]
     against = next(a["against"] for r in records if (a := r.run["arms"].get(arm, {})).get("against"))
     return {
         "arm": arm,
@@ -41,35 +42,26 @@ def _comparison_row(records: Sequence[SeedRecord], arm: str) -> dict[str, str]:
     }
 
 
-def _final(series: Mapping[int, float], blew_up: int | None) -> float | None:
-    if blew_up is not None:
-        return math.inf
-    return series[max(series)] if series else None
-
-
 def ascending(values: Iterable[float | None]) -> list[float]:
     """What was measured, NaN counted as inf."""
     return sorted(math.inf if math.isnan(v) else v for v in values if v is not None)
 
 
-def _middle(values: Sequence[float | None]) -> str:
+def _middle(
+    values: Sequence[float | None], nothing: str = MISSING, write: Callable[[float], str] = number
+) -> str:
     """The median, and of how many seeds where some have no value."""
     measured = ascending(values)
     if not measured:
-        return MISSING
+        return nothing
     some = "" if len(measured) == len(values) else f" ({len(measured)} of {len(values)} seeds)"
-    return number(median(measured)) + some
+    return write(median(measured)) + some
 
 
 def _flips(records: Sequence[SeedRecord], arm: str) -> str:
     if not any(r.series("sign_flips", arm) for r in records):
         return MISSING
-    steps = first_flips(records, arm)
-    found = [s for s in steps if s is not None]
-    if not found:
-        return "none"
-    some = "" if len(found) == len(steps) else f" ({len(found)} of {len(steps)} seeds)"
-    return f"{median(found):g}{some}"
+    return _middle(first_flips(records, arm), nothing="none", write="{:g}".format)
 
 
 def outcome_arms(records: Sequence[SeedRecord]) -> list[str]:

@@ -13,7 +13,7 @@ from driftlab.report import compare_tables
 from driftlab.report.compare import Side, environment, sentence, settings, write_comparison
 from driftlab.report.compare_tables import Asked, Pair
 from driftlab.report.tables import MISSING, number
-from driftlab.words import Evidence
+from driftlab.words import Evidence, counted
 from suite.command.errors import ConfigurationError, one_line
 from suite.command.seeds import format_seeds
 from suite.command.written import title
@@ -132,8 +132,8 @@ def _drift(pair: Pair) -> Table:
 
 
 def _outcomes(pair: Pair) -> Table:
-    seeds = len(compare_tables.common_seeds(pair))
-    title = f"outcomes: median (range over seeds); paired over the {seeds} seed{'s' * (seeds != 1)} of both"
+    seeds = counted(len(compare_tables.common_seeds(pair)), "seed")
+    title = f"outcomes: median (range over seeds); paired over the {seeds} of both"
     drawn = _titled(title, ("", "A", "B", "B - A, paired"))
     arm = None
     for row in compare_tables.outcomes(pair):

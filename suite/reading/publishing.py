@@ -10,6 +10,7 @@ from pathlib import Path
 from driftlab.glossary import PUBLISHED_NOTE
 from driftlab.record.differing import differences
 from driftlab.record.seed_record import write_whole
+from driftlab.words import counted
 from suite.command.errors import ConfigurationError
 from suite.reading.archive import read_judged
 from suite.reading.judging import Judged, check_no_links, repeat_command, write_shown
@@ -157,8 +158,8 @@ def made(judged: Judged) -> Iterable[str]:
     yield "By this command, as the run's records name it:\n"
     yield f"```\n{repeat_command(records)}\n```\n"
     yield (
-        f"n = {wording.seeds(records)}, {sum(seconds):.0f} s in all; "
-        f"{environment['device']}, {wording.counted(environment['threads'], 'thread')}, "
+        f"n = {counted(len(records), 'seed')}, {sum(seconds):.0f} s in all; "
+        f"{environment['device']}, {counted(environment['threads'], 'thread')}, "
         f"Python {environment['python']}, {versions}. "
         f"TF32: {'on' if any(environment['tf32'].values()) else 'off'}. "
         f"Digest of the settings: `{records[0].run['digest']}`.\n"

@@ -13,6 +13,7 @@ from driftlab.report.sections import Table, as_csv, shown
 from driftlab.report.series import all_arms, blown_up_at, first_flips, judged_against
 from driftlab.report.tables import MISSING, number
 from driftlab.verdict.outcomes import fell_over, tail_of
+from driftlab.words import counted
 from suite.showing.wording import last
 
 TITLE = "Every arm at its end"
@@ -148,7 +149,7 @@ def sentence(records: Sequence[SeedRecord]) -> str:
 
 def _fallen(records: Sequence[SeedRecord]) -> str:
     fallen = {a: sum(fell_over(r, a) for r in records if a in r.arms) for a in all_arms(records)}
-    n = f"{len(records)} seed{'s' * (len(records) > 1)}"
+    n = counted(len(records), "seed")
     if not any(fallen.values()):
         return f"No arm's loss diverges, in {n}; how far the weights part:"
     counts = ", ".join(f"{arm} in {count}" for arm, count in fallen.items() if count)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from omegaconf import DictConfig
 
+from driftlab.words import counted
 from suite.command.configuration import steps_in
 from suite.command.seeds import format_seeds
 from suite.data.samples import DataSet
@@ -61,7 +62,7 @@ def _seeds(settings: DictConfig, seeds: list[int], todo: list[int]) -> str:
     together, threads = min(settings.workers, len(todo)), settings.threads
     if together < 2:
         return f"{format_seeds(seeds)}{done}"
-    each = f", {threads} thread{'s' * (threads > 1)} each" if threads else ""
+    each = f", {counted(threads, 'thread')} each" if threads else ""
     return f"{format_seeds(seeds)}{done}, {together} at a time{each}"
 
 

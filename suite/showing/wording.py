@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from driftlab.report.sections import Table
+from driftlab.words import counted as counted
 
 Values = Mapping[int, dict]
 Row = Mapping[str, Any]
@@ -22,11 +23,6 @@ Write = Callable[[float], str]
 
 
 # Numbers in words.
-
-
-def counted(number: int, noun: str) -> str:
-    """ "1 row", "2 rows"."""
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def seeds(found: int | Sequence | Mapping) -> str:
