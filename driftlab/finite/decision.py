@@ -17,8 +17,7 @@ from driftlab.finite.differences import (
     Slope,
     leaf_sizes,
 )
-from driftlab.finite.direction import random_direction
-from driftlab.finite.point import Move, Point
+from driftlab.finite.point import Move, Point, random_direction
 from driftlab.finite.suspect import Suspect, find_suspect
 from driftlab.finite.wording import apart, blind, failed, lost, passed, seen
 

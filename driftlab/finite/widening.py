@@ -54,10 +54,6 @@ def input_leaves(inputs: object, taken: Mapping[str, Tensor]) -> tuple[object, d
     wide, named = [], {}
     for path, tensor in tensors:
         if isinstance(tensor, Tensor) and (tensor.is_floating_point() or tensor.is_complex()):
-            if tensor.is_nested or tensor.layout is not torch.strided:
-                raise DiagnoseError(
-                    f"an input is {'nested' if tensor.is_nested else tensor.layout}: give it dense"
-                )
             own = tensor.detach().to(
                 _WIDE.get(tensor.dtype, torch.promote_types(tensor.dtype, torch.float64))
             )

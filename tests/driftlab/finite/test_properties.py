@@ -10,8 +10,7 @@ from torch import nn
 
 from driftlab import gradient_check
 from driftlab.finite.differences import Slope
-from driftlab.finite.direction import random_direction
-from driftlab.finite.point import Point
+from driftlab.finite.point import Point, random_direction
 
 torch.set_num_threads(1)
 seeds = st.integers(0, 2**31)
