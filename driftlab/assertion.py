@@ -83,8 +83,13 @@ def assert_equivalent(
 def _first_wrong(examination: Examination, asked: Iterable[Probe]) -> str | None:
     """What to say of the first finding that the two differ by."""
     for finding in examine(examination, asked):
-        if wrong := _wrong(finding, examination):
-            return wrong
+        evidence = finding.evidence
+        if opening := _OPENINGS.get(evidence.supports):
+            return _message(opening, finding, examination)
+        if evidence.supports is Verdict.INCONCLUSIVE:
+            raise DiagnoseError(evidence.reading)
+        if finding.decides and evidence.status in (Status.REFUSED, Status.FAILED):
+            raise DiagnoseError(f"the probe {evidence.probe} could not answer: {evidence.reading}")
     if not examination.network.finite(loss=False):
         raise DiagnoseError(
             "no output of the reference is finite: give inputs on which something could differ"
@@ -94,18 +99,6 @@ def _first_wrong(examination: Examination, asked: Iterable[Probe]) -> str | None
 
 def _optimizer(module: nn.Module) -> Optimizer:
     return sgd(module.parameters())
-
-
-def _wrong(finding: Finding, examination: Examination) -> str | None:
-    if opening := _OPENINGS.get(finding.evidence.supports):
-        return _message(opening, finding, examination)
-    if finding.evidence.supports is Verdict.INCONCLUSIVE:
-        raise DiagnoseError(finding.evidence.reading)
-    if finding.decides and finding.evidence.status in (Status.REFUSED, Status.FAILED):
-        raise DiagnoseError(
-            f"the probe {finding.evidence.probe} could not answer: {finding.evidence.reading}"
-        )
-    return None
 
 
 def random_sum(seed: int, names: Sequence[str] | None = None) -> Callable[[object, object], Tensor]:

@@ -295,18 +295,7 @@ def made_pair(
         is_trained_on(other, _own(candidate_loss, "candidate_loss"))
     own = _own(loss)
     return Pair(
-        mine,
-        other,
-        fold,
-        own,
-        *by,
-        called,
-        the_seed(seed),
-        judged,
-        precision,
-        outputs=by_hand,
-        scheduler=scheduler,
-        clip=clip,
+        mine, other, fold, own, *by, called, the_seed(seed), judged, precision, by_hand, scheduler, clip
     )
 
 
