@@ -7,6 +7,7 @@ passes and losses under ``torch.autocast``, which casts for each operation by to
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -92,31 +93,28 @@ def trained_in(name: object, handed_over: torch.dtype) -> Precision:
     Raises:
         DiagnoseError: there is none of this name, or no network is trained in it.
     """
-    known = [p for p in TRAINED_IN if p != "float64"]
-    if name is not None and name not in known:
-        raise DiagnoseError(f"precision is {shown(name)}: give one of {', '.join(known)}, or None")
-    found = precision_of(name, handed_over)
-    if found.name not in TRAINED_IN:
+    if name is None and handed_over is torch.float16:
         raise DiagnoseError(
             "the reference is in float16, in which no network trains: hand it over in float32 with "
             'precision="16-mixed", or ask assert_equivalent'
         )
-    return found
+    return precision_of(name, handed_over, TRAINED_IN)
 
 
-def precision_of(name: object, handed_over: torch.dtype) -> Precision:
-    """The one of this name; where it is None that of a network as it was handed over.
+def precision_of(
+    name: object, handed_over: torch.dtype, among: Iterable[str] = tuple(PRECISIONS)
+) -> Precision:
+    """The one of this name ``among`` some; where it is None that of a network as it was handed over.
 
     A network in float64 is judged in float32 too, which its own float64 is held against.
 
     Raises:
         DiagnoseError: there is none of this name.
     """
+    known = [p for p in among if p != "float64"]
     if name is None:
-        own = (p for p in PRECISIONS.values() if p.autocast is None and p.dtype is handed_over)
-        found = next(own, FLOAT32)
-        return FLOAT32 if found is FLOAT64 else found
-    if not isinstance(name, str) or name not in PRECISIONS or name == "float64":
-        known = ", ".join(p for p in PRECISIONS if p != "float64")
-        raise DiagnoseError(f"precision is {shown(name)}: give one of {known}")
+        own = (p for p in map(PRECISIONS.__getitem__, known) if p.autocast is None and p.dtype is handed_over)
+        return next(own, FLOAT32)
+    if not isinstance(name, str) or name not in known:
+        raise DiagnoseError(f"precision is {shown(name)}: give one of {', '.join(known)}, or None")
     return PRECISIONS[name]
