@@ -82,7 +82,7 @@ def opening(settings: Mapping, seeds: int, controlled: bool, verdict: str, sente
     """
     asked = settings.get("question") or f"Does this hold: {settings['hypothesis']}?"
     found = sentences(sentence)
-    sure = f"n = {wording.seeds(seeds)}"
+    sure = f"n = {counted(seeds, 'seed')}"
     if controlled:
         sure += ", beside a control: the reference with one weight moved by one unit in the last place (ulp)"
     yield f"**Asked.** {wording.sentences(asked, settings.get('source'))}\n"
