@@ -6,7 +6,7 @@ backward and in eval mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -109,7 +109,7 @@ def _outputs(network: nn.Module, whole: Recorded, seed: int, mode: str) -> list[
 AGAIN_NETWORK, AGAIN_MODULE = 8, 64
 
 
-def ask(found: Examination) -> Iterator[Finding]:
+def ask(found: Examination) -> list[Finding]:
     pair = found.pair
     for role in ("reference", "candidate"):
         network = getattr(pair, role)
@@ -123,9 +123,8 @@ def ask(found: Examination) -> Iterator[Finding]:
             ):  # its first calls are what it is optimised by
                 wobble = repeats(network, found.whole, pair.seed)
         if wobble:
-            yield _accused(found, role, wobble)
-            return
-    yield PROBE.finding(0.0, None, "both do")
+            return [_accused(found, role, wobble)]
+    return [PROBE.finding(0.0, None, "both do")]
 
 
 def _is_compiled(network: nn.Module, whole: Recorded) -> bool:

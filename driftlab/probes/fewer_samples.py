@@ -17,13 +17,12 @@ from driftlab.words import FEWER_SAMPLES, Finding, Place, Verdict
 SIZES = (3, 1)
 
 
-def ask(found: Examination) -> Iterator[Finding]:
+def ask(found: Examination) -> list[Finding]:
     """Batches end in odd ones: three samples, and one, where the reference takes them."""
     accused = found.supports(Verdict.BUG) or found.supports(Verdict.NONDETERMINISTIC)
     if not found.comparable or accused or found.network.untold():
-        yield PROBE.not_applicable("asked of the same function alone, where runs can be compared")
-        return
-    asked = []
+        return [PROBE.not_applicable("asked of the same function alone, where runs can be compared")]
+    asked, refused = [], []
     for size in SIZES:
         batch = fewer_samples(found.batch, size)
         if batch is None:
@@ -32,17 +31,15 @@ def ask(found: Examination) -> Iterator[Finding]:
         try:
             wrong = part.wrong
         except CannotRunError as error:
-            yield from _refused(found, batch, size, str(error))
+            refused += _refused(found, batch, size, str(error))
             continue
         if wrong and (accused := _accused(part, size)):
-            yield accused
-            return
+            return [*refused, accused]
         alone = part.network.in_float32_alone and not part.network.same_bits
         asked.append(_samples(size) + " (in float32 alone, where a fault passes for rounding)" * alone)
-    reading = (
-        f"they do, on {' and on '.join(asked)}" if asked else "the batch holds no more, or takes no fewer"
-    )
-    yield PROBE.finding(None, None, reading) if asked else PROBE.not_applicable(reading)
+    if not asked:
+        return [*refused, PROBE.not_applicable("the batch holds no more, or takes no fewer")]
+    return [*refused, PROBE.finding(None, None, f"they do, on {' and on '.join(asked)}")]
 
 
 def _accused(part: Examination, size: int) -> Finding | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -26,28 +25,24 @@ from driftlab.words import FEWER_SAMPLES, FUNCTION, Finding, Place, Verdict
 NO_GRADIENT = 1e-6
 
 
-def ask(found: Examination) -> Iterator[Finding]:
+def ask(found: Examination) -> list[Finding]:
     """On the batch, for the whole network and for every rewritten module."""
     network, wrong, untold = found.network, found.network.wrong(), found.network.untold()
     shown = {d.pass_ for d in wrong}
     located = first_wrong(found.local, shown) if wrong or untold else slightly_wrong(found.local)
     if wrong and (drawn := drawn_otherwise(found, located)):
-        yield drawn
-        return
+        return [drawn]
     if not wrong and located is None:
-        yield _chaotic(found, untold[0]) if untold else _same(found, network)
-        return
+        return [_chaotic(found, untold[0]) if untold else _same(found, network)]
     differing = (wrong,) if wrong else ([located[1]], found.local, located[0])
     if (why := rounded_constants(found.pair, found.whole, *differing)) is not None:
         found.narrow_constants = True
-        yield _same(found, network, why)
-        return
+        return [_same(found, network, why)]
     if located is None:
         wrong = besides_constants(found.pair, found.whole, wrong)
     module, difference = located or (owner(wrong, found.pair.fold), wrong[0])
     if (wavering := wavers(found, module)) is not None:
-        yield wavering
-        return
+        return [wavering]
     place, difference, why = placed(found, module, wrong or [difference], located)
     arrives = bool(module) and located is None and place.module == module
     # found on some samples of the batch alone: this training may come to it later
@@ -60,7 +55,7 @@ def ask(found: Examination) -> Iterator[Finding]:
     accused = replace(accused, evidence=replace(accused.evidence, details=more))
     if on_few:
         accused = replace(accused, evidence=replace(accused.evidence, probe=FEWER_SAMPLES), off_path=True)
-    yield accused
+    return [accused]
 
 
 def _excess_of(difference: Difference, network: Comparison) -> float:

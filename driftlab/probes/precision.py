@@ -23,30 +23,26 @@ from driftlab.words import PRECISION, Finding, Place, Status, Verdict
 PAIRS = 3
 
 
-def ask(found: Examination) -> Iterator[Finding]:
+def ask(found: Examination) -> list[Finding]:
     network = found.network
     if found.supports(Verdict.BUG):
-        yield PROBE.not_applicable("asked of the same function alone")
-        return
+        return [PROBE.not_applicable("asked of the same function alone")]
     if not found.comparable or (network.in_float32_alone and not _grainy(network) and found.trains):
-        yield PROBE.not_applicable("there is no exact result to hold it against")  # their curves have a say
-        return
+        # their curves have a say
+        return [PROBE.not_applicable("there is no exact result to hold it against")]
     if network.in_float32_alone:
-        yield _in_float32_alone(found)
-        return
+        return [_in_float32_alone(found)]
     narrow = _first_narrow(found)
     if narrow is None:
-        yield _as_near(network)
-        return
+        return [_as_near(network)]
     if (drawn := drawn_otherwise(found, narrow)) is not None:  # in float32 alone
-        yield drawn
-        return
+        return [drawn]
     module, difference = narrow
     place, few = Place(module, difference.pass_, 0), _fewer(difference)
     place = place if module else bits_lost(found, network.narrow())
     says = f"{{place}}: its error is {difference.lost:.2g} times the reference's: {few}"
     threshold = difference.precision.narrower
-    yield PROBE.finding(difference.lost, Verdict.REDUCED_PRECISION, says, place, threshold=threshold)
+    return [PROBE.finding(difference.lost, Verdict.REDUCED_PRECISION, says, place, threshold=threshold)]
 
 
 def _fewer(d: Difference) -> str:

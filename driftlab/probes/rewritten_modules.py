@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -15,27 +13,24 @@ from driftlab.probes.probe import Probe
 from driftlab.words import Finding, Place, Verdict
 
 
-def ask(found: Examination) -> Iterator[Finding]:
+def ask(found: Examination) -> list[Finding]:
     """Asked of modules that agree on their network's own inputs, so that the borders are the same."""
     local = found.local
     agreeing = [n for n in local.rewritten() if local.comparisons(n) and local.wrong(n, few=True) is None]
     if not agreeing or not found.comparable:
-        yield PROBE.not_applicable("no rewritten module stands alone")
-        return
+        return [PROBE.not_applicable("no rewritten module stands alone")]
     seen = look_beyond(local, _kinds(local, agreeing))
     if not seen.faults:
-        yield PROBE.finding(0.0, None, _agreed(seen, len(agreeing)))
-        return
+        return [PROBE.finding(0.0, None, _agreed(seen, len(agreeing)))]
     fault = seen.faults[0]
     if (wavering := wavers(found, fault.module)) is not None:
-        yield wavering
-        return
+        return [wavering]
     many = f", and so in {len({f.module for f in seen.faults})} modules" if len(seen.faults) > 1 else ""
     says = (
         f"{{place}}: {fault.relative:.2g} (relative) off on {fault.inputs}{many}; "
         "a network that never meets such inputs is not touched by it"
     )
-    yield PROBE.finding(fault.relative, Verdict.BUG, says, Place(fault.module, fault.pass_, 0))
+    return [PROBE.finding(fault.relative, Verdict.BUG, says, Place(fault.module, fault.pass_, 0))]
 
 
 def _kinds(local: Local, names: list[str]) -> list[str]:

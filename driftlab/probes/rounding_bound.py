@@ -7,7 +7,6 @@ values gives |W| * |x|, one over ones gives K; their backward passes give the sa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -106,28 +105,26 @@ def _mapped(call: Recorded, change) -> Recorded:
     return replace(call, args=args, kwargs=kwargs, gradients=gradients)
 
 
-def ask(found: Examination) -> Iterator[Finding]:
+def ask(found: Examination) -> list[Finding]:
     """Asked of rewritten linears and convolutions that are the same function.
 
     It supports no verdict: an algorithm may be less accurate than a plain sum (Winograd, FFT) and right, or
     keep fewer bits; which of them, ``precision`` says.
     """
     if found.pair.precision is not FLOAT32:
-        yield PROBE.not_applicable("the bound is that of sums in float32")
-        return
+        return [PROBE.not_applicable("the bound is that of sums in float32")]
     local = found.local
     sums = [n for n in local.rewritten() if isinstance(local.pair(n)[0], SUMS_OF_PRODUCTS)]
     bounds = [(b, name) for name in sums if _agrees(local, name) for b in _bounds(local, name)]
     if not bounds:
-        yield PROBE.not_applicable("no rewritten linear or convolution stands alone")
-        return
+        return [PROBE.not_applicable("no rewritten linear or convolution stands alone")]
     bound, name = max(bounds, key=lambda found: found[0].share)
     where = f"{bound.pass_} of {name}, sums of up to {bound.terms} products"
     says = f"at most {bound.share:.2g} of it ({where}): {bound.bits:.1f} bits of |W| * |x| agree"
     if bound.share > 1:
         says += "; more than reordering a float32 sum can make. Another algorithm (Winograd, FFT) may: what "
         says += "it loses, precision says"
-    yield PROBE.finding(bound.share, None, says)
+    return [PROBE.finding(bound.share, None, says)]
 
 
 def _agrees(local: Local, name: str) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from driftlab.network.start import Start
 from driftlab.probes.examination import Examination
 from driftlab.probes.function import PROBE as FUNCTION
@@ -11,7 +9,7 @@ from driftlab.probes.probe import Probe
 from driftlab.words import SAME_START, Finding, Verdict, standing
 
 
-def ask(found: Examination) -> Iterator[Finding]:
+def ask(found: Examination) -> list[Finding]:
     """Other values count against the candidate where the function shows them.
 
     Where it does not, the weights are written otherwise (a gain less one, a matrix times two).
@@ -22,11 +20,9 @@ def ask(found: Examination) -> Iterator[Finding]:
     narrow = [s for s in found.start if s.supports is Verdict.REDUCED_PRECISION]
     first = (grave or narrow or [None])[0]
     if first is None:
-        yield PROBE.finding(0.0, None, says)
-        return
-    if first.supports is Verdict.REDUCED_PRECISION:
-        yield from _forgiven(found)
-    yield PROBE.finding(first.measured, first.supports, says, first.place)
+        return [PROBE.finding(0.0, None, says)]
+    forgiven = _forgiven(found) if first.supports is Verdict.REDUCED_PRECISION else []
+    return [*forgiven, PROBE.finding(first.measured, first.supports, says, first.place)]
 
 
 def _shows(start: Start, shown: set[str]) -> bool:
@@ -35,19 +31,18 @@ def _shows(start: Start, shown: set[str]) -> bool:
     return bool(shown & ({"buffer", "eval", "forward"} if start.place.pass_ == "buffer" else {"forward"}))
 
 
-def _forgiven(found: Examination) -> Iterator[Finding]:
+def _forgiven(found: Examination) -> list[Finding]:
     """Weights stored in fewer bits make another function of it; on those weights both must be the same."""
     accused = [
         f
         for f in standing(found.findings)
         if f.evidence.probe == FUNCTION.name and f.evidence.supports is Verdict.BUG
     ]
-    if not accused:
-        return
-    equal = found.pair.in_step(found.pair.reference, found.pair.candidate)
-    if not Examination(equal, found.batch).wrong:
-        says = "they do, on the weights that the candidate stores"
-        yield FUNCTION.finding(None, Verdict.ROUND_OFF, says, supersedes=(FUNCTION.name,))
+    equal = found.pair.in_step(found.pair.reference, found.pair.candidate) if accused else None
+    if equal is None or Examination(equal, found.batch).wrong:
+        return []
+    says = "they do, on the weights that the candidate stores"
+    return [FUNCTION.finding(None, Verdict.ROUND_OFF, says, supersedes=(FUNCTION.name,))]
 
 
 PROBE = Probe(

@@ -9,7 +9,7 @@ path computed in float64, where nothing overflows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -27,27 +27,24 @@ SCALE = 2.0**16
 THRESHOLD = HALFWAY * UNIT_ROUND_OFF["float64"]
 
 
-def ask(found: Examination) -> Iterator[Finding]:
+def ask(found: Examination) -> list[Finding]:
     pair = found.pair
     if pair.precision.autocast is not torch.float16 or found.whole.loss is None:
-        yield PROBE.not_applicable("no loss is scaled")
-        return
+        return [PROBE.not_applicable("no loss is scaled")]
     try:
         mine, theirs = (_off(found, network) for network in (pair.reference, pair.candidate))
     except CannotRunError as error:
-        yield PROBE.not_applicable(f"it cannot be computed in float64: {error}")
-        return
+        return [PROBE.not_applicable(f"it cannot be computed in float64: {error}")]
     worst = max(theirs, key=theirs.__getitem__, default=None)
     if max(mine.values(), default=0.0) > THRESHOLD:
-        yield PROBE.not_applicable("the reference's own gradients do not follow a scaled loss")
-    elif worst is None or theirs[worst] <= THRESHOLD:
-        yield PROBE.finding(theirs.get(worst, 0.0), None, "they do")
-    else:
-        module = _nearest_to_the_loss(pair.candidate, [n for n, off in theirs.items() if off > THRESHOLD])
-        place = Place(module, "weight gradient", 0)
-        says = f"{{place}}: of a loss times 2^16 the gradient of {worst}, divided by 2^16, is "
-        says += f"{theirs[worst]:.2g} (relative) off; the reference's gradients follow it"
-        yield PROBE.finding(theirs[worst], Verdict.BUG, says, place)
+        return [PROBE.not_applicable("the reference's own gradients do not follow a scaled loss")]
+    if worst is None or theirs[worst] <= THRESHOLD:
+        return [PROBE.finding(theirs.get(worst, 0.0), None, "they do")]
+    module = _nearest_to_the_loss(pair.candidate, [n for n, off in theirs.items() if off > THRESHOLD])
+    place = Place(module, "weight gradient", 0)
+    says = f"{{place}}: of a loss times 2^16 the gradient of {worst}, divided by 2^16, is "
+    says += f"{theirs[worst]:.2g} (relative) off; the reference's gradients follow it"
+    return [PROBE.finding(theirs[worst], Verdict.BUG, says, place)]
 
 
 def _off(found: Examination, network: nn.Module) -> Mapping[str, float]:

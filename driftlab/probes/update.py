@@ -9,7 +9,6 @@ norm, as in LARS) does something else once a rewrite has cut a tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -165,24 +164,19 @@ def _why(name: str, fold: Fold, both: tuple) -> str | None:
 STEPS = 50
 
 
-def ask(found: Examination) -> Iterator[Finding]:
+def ask(found: Examination) -> list[Finding]:
     update = wrong_update(found.pair, STEPS)
-    if update is not None and update.beyond:
-        step = update.place.step
-        yield PROBE.finding(
-            None, None, f"they do, over {step} updates: in the next the reference's weights overflow"
-        )
-        return
-    in_shadow = wrong_update(found.pair, STEPS, in_shadow=True) if update else None
-    fewer_bits = update is not None and (in_shadow is None or in_shadow.beyond)
     if update is None:
-        yield PROBE.finding(0.0, None, f"they do, over {STEPS} updates")
-        return
+        return [PROBE.finding(0.0, None, f"they do, over {STEPS} updates")]
+    if update.beyond:
+        they_do = f"they do, over {update.place.step} updates"
+        return [PROBE.finding(None, None, f"{they_do}: in the next the reference's weights overflow")]
+    in_shadow = wrong_update(found.pair, STEPS, in_shadow=True)
+    fewer_bits = in_shadow is None or in_shadow.beyond
     if (wavering := _wavers(found)) is not None:
         says = "given the same gradients twice, the candidate's optimizer does not repeat itself"
         where = wavering.place
-        yield PROBE.finding(wavering.measured, Verdict.NONDETERMINISTIC, says, where, threshold=0.0)
-        return
+        return [PROBE.finding(wavering.measured, Verdict.NONDETERMINISTIC, says, where, threshold=0.0)]
     why = f": {update.why}" if update.why else ""
     goes = f"{update.tensor} goes another way in update {update.place.step}"
     how_many = f"{update.touched} of {update.compared} tensors do"
@@ -190,7 +184,7 @@ def ask(found: Examination) -> Iterator[Finding]:
     if fewer_bits:
         says += "; with the rounding taken away it does not"
     supports = Verdict.REDUCED_PRECISION if fewer_bits else Verdict.BUG
-    yield PROBE.finding(update.measured, supports, says, update.place)
+    return [PROBE.finding(update.measured, supports, says, update.place)]
 
 
 def _wavers(found: Examination) -> Update | None:
