@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from driftlab.arithmetic.difference import Difference, distance, finite_norm
-from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
-from driftlab.arithmetic.quantities import by_reference_names
+from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded
+from driftlab.arithmetic.quantities import by_reference_names, read_both
 from driftlab.fold.layout import AnyFold
 from driftlab.network.outputs import Outputs
 from driftlab.rounding import HALFWAY, HALFWAY_BITS, UNIT_ROUND_OFF
@@ -82,12 +82,10 @@ def accused(
     arithmetic, pass_, name = next(wrong, "float32"), difference.pass_, difference.name
     options = {"seed": seed, "evaluate": pass_ == "eval", "outputs": outputs}
     try:
-        own = run(modules[0], call, arithmetic, **options)
-        other = run(modules[1], call, arithmetic, beside=own, **options)
+        read = read_both(modules, call, arithmetic, fold, prefixes, **options)
     except CannotRunError:
         return None
-    read = (by_reference_names(p, fold, prefixes, i)[pass_] for i, p in enumerate((own, other)))
-    mine, theirs = (tensors.get(name) for tensors in read)
+    mine, theirs = (tensors[pass_].get(name) for tensors in read)
     if mine is None or theirs is None:
         return None
     return Accused(mine.cpu(), theirs.cpu(), difference, arithmetic, modules[0], call, seed, prefixes[0])

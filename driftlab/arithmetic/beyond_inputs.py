@@ -94,17 +94,9 @@ def _others(
 
 
 def _compared(local: Local, name: str, inputs: str, call: Recorded, passes, found: Rewritten) -> None:
-    mine, theirs = local.pair(name)
+    options = {"prefixes": local.prefixes(name), "seed": local.seed, "evaluate": False}
     try:
-        compared = compare(
-            mine,
-            theirs,
-            call,
-            local.fold,
-            prefixes=(name, local.counterparts[name]),
-            seed=local.seed,
-            evaluate=False,
-        )
+        compared = compare(*local.pair(name), call, local.fold, **options)
     except CannotRunError as error:
         found.refused.append(f"{name} at {inputs}: {error}")
         return
@@ -121,9 +113,8 @@ def _only_ties(local: Local, name: str, wrong: list, call: Recorded) -> bool:
     """Whether only the input gradient differs, and no longer does so once no two inputs are equal."""
     if wrong[0].pass_ != "input gradient":
         return False
-    mine, theirs = local.pair(name)
-    prefixes = name, local.counterparts[name]
-    again = compare(mine, theirs, without_ties(call), local.read, prefixes=prefixes, evaluate=False)
+    options = {"prefixes": local.prefixes(name), "evaluate": False}
+    again = compare(*local.pair(name), without_ties(call), local.read, **options)
     return not again.wrong()
 
 
@@ -133,8 +124,7 @@ def _wrong(compared: Comparison) -> list:
 
 
 def _integers(local: Local, name: str, call: Recorded, found: Rewritten) -> None:
-    mine, theirs = local.pair(name)
-    pair = IntegerPair(mine, theirs, local.fold, (name, local.counterparts[name]))
+    pair = IntegerPair(*local.pair(name), local.fold, local.prefixes(name))
     try:
         pair.set_weights(pair.small)
     except FoldError:

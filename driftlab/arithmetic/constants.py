@@ -6,7 +6,9 @@ that moves the result is what rounding the constants once makes of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +16,8 @@ from torch import Tensor, nn
 from driftlab.arithmetic.difference import Difference, distance
 from driftlab.arithmetic.local import Local
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
-from driftlab.arithmetic.quantities import by_reference_names
+from driftlab.arithmetic.quantities import read_both
 from driftlab.arithmetic.shadow_tensor import Native
-from driftlab.fold.layout import AnyFold
 from driftlab.network.calling import copied
 from driftlab.network.pair import Pair, in_another_form
 
@@ -57,8 +58,8 @@ def rounded_constants(
     if not largest < LARGEST and pair.judged == "float64":
         return None
     stored = str(pair.precision.dtype).removeprefix("torch.")
-    both = _of_module(local, module) if local and module else _Both.of(pair, whole)
-    if any(_gone_natively(both, wrong, native) for native in _STORED):
+    read = _reader(pair, whole, local, module)
+    if any(_gone_natively(read, wrong, native) for native in _STORED):
         return f"{wrong[0].relative:.1g} (relative) that making constants in {stored} makes"
     if not largest < LARGEST:
         return None
@@ -73,37 +74,21 @@ def rounded_constants(
 _STORED = (Native.TABLES, Native.NUMBERS, Native.TABLES | Native.NUMBERS)
 
 
-@dataclass
-class _Both:
-    """Two modules on the same inputs, and how their tensors are read by the reference's names."""
-
-    modules: tuple[nn.Module, nn.Module]
-    recorded: Recorded
-    fold: AnyFold
-    prefixes: tuple[str, str]
-    options: dict
-
-    @classmethod
-    def of(cls, pair: Pair, whole: Recorded) -> _Both:
-        options = {"seed": pair.seed, "outputs": pair.outputs}
-        return cls((pair.reference, pair.candidate), whole, pair.fold, ("", ""), options)
-
-    def shadowed(self, native: Native) -> tuple[dict, dict]:
-        mine, theirs = self.modules
-        own = run(mine, self.recorded, "shadow", native=native, **self.options)
-        other = run(theirs, self.recorded, "shadow", native=native, beside=own, **self.options)
-        return tuple(by_reference_names(p, self.fold, self.prefixes, i) for i, p in enumerate((own, other)))
+def _reader(
+    pair: Pair, whole: Recorded, local: Local | None, module: str
+) -> Callable[..., tuple[dict, dict]]:
+    """Gives what the two modules, or the whole networks, make of the same inputs in shadow execution."""
+    if local and module:
+        call, prefixes = local.calls[module][0], local.prefixes(module)
+        return partial(read_both, local.pair(module), call, "shadow", local.fold, prefixes, seed=local.seed)
+    both, options = (pair.reference, pair.candidate), {"seed": pair.seed, "outputs": pair.outputs}
+    return partial(read_both, both, whole, "shadow", pair.fold, **options)
 
 
-def _of_module(local: Local, name: str) -> _Both:
-    prefixes = name, local.counterparts[name]
-    return _Both(local.pair(name), local.calls[name][0], local.fold, prefixes, {"seed": local.seed})
-
-
-def _gone_natively(both: _Both, wrong: list[Difference], native: Native) -> bool:
+def _gone_natively(read: Callable[..., tuple[dict, dict]], wrong: list[Difference], native: Native) -> bool:
     """Whether both agree once constants are made in float32, as they may be stored."""
     try:
-        mine, theirs = both.shadowed(native)
+        mine, theirs = read(native=native)
     except CannotRunError:
         return False
     for d in wrong:

@@ -74,6 +74,10 @@ class Local:
     def pair(self, name: str) -> tuple[nn.Module, nn.Module]:
         return self._mine[name], self._others[self.counterparts[name]]
 
+    def prefixes(self, name: str) -> tuple[str, str]:
+        """Of the names of their tensors within the two networks."""
+        return name, self.counterparts[name]
+
     def aligned(self, name: str, within: float = SAME_INPUTS) -> bool:
         """Whether the candidate's module is given what the reference's is, in its own run.
 
@@ -119,6 +123,10 @@ class Local:
             return None
         return found[0]
 
+    def agrees(self, name: str) -> bool:
+        """Whether the two can be compared on a few samples, and are alike there but for rounding."""
+        return bool(self.comparisons(name)) and self.wrong(name, few=True) is None
+
     def _wrong_in_sequence(self, name: str) -> Difference | None:
         """Of a module that is called several times and right in each: with what it keeps between them."""
         calls = self.made[name]
@@ -141,8 +149,7 @@ class Local:
         if only_holds(theirs):
             return None
         try:
-            prefixes = name, self.counterparts[name]
-            options = {"prefixes": prefixes, "seed": self.seed, "judged": self.judged}
+            options = {"prefixes": self.prefixes(name), "seed": self.seed, "judged": self.judged}
             found = compare(mine, theirs, call, self.read, **options)
         except CannotRunError:
             return None

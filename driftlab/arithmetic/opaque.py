@@ -10,8 +10,8 @@ from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.difference import Difference, Nature, finite_norm
 from driftlab.arithmetic.grain import LARGEST_GRAIN, TRIALS, Residual, inputs_near, nature_of, near
-from driftlab.arithmetic.passes import CannotRunError, Recorded, run
-from driftlab.arithmetic.quantities import by_reference_names, exact_passes
+from driftlab.arithmetic.passes import CannotRunError, Recorded
+from driftlab.arithmetic.quantities import by_reference_names, exact_passes, read_both
 from driftlab.fold.layout import AnyFold, FoldError
 from driftlab.fold.unfold import put_weights
 from driftlab.network.calling import copied
@@ -75,13 +75,11 @@ class Opaque:
         return self._residuals(mine, theirs, inputs_near(self.recorded, generator))
 
     def _residuals(self, mine: nn.Module, theirs: nn.Module, recorded: Recorded) -> dict[Key, Residual]:
-        own = run(mine, recorded, self.arithmetic, **self.options)
-        other = run(theirs, recorded, self.arithmetic, beside=own, **self.options)
-        if self.arithmetic == "float32":
-            known = {k: self.options[k] for k in ("seed", "evaluate")}
-            own = exact_passes(mine, recorded, **known) or own
-        exact = by_reference_names(own, self.fold, self.prefixes, 0)
-        found = by_reference_names(other, self.fold, self.prefixes, 1)
+        how = self.fold, self.prefixes
+        exact, found = read_both((mine, theirs), recorded, self.arithmetic, *how, **self.options)
+        known = {k: self.options[k] for k in ("seed", "evaluate")}
+        if self.arithmetic == "float32" and (truth := exact_passes(mine, recorded, **known)):
+            exact = by_reference_names(truth, *how, 0)
         return {
             (pass_, name): Residual(tensor, found[pass_][name] - tensor)
             for pass_, tensors in exact.items()

@@ -40,7 +40,7 @@ def differences(
     known = exact is not None or len(read) > 1
     found = [
         replace(
-            _difference(pass_, name, tensor, _of_pass(read, pass_), known),
+            _difference(pass_, name, tensor, _of(read, pass_, name), known),
             precision=precision,
             unit=_unit(both, pass_, name.removeprefix(prefixes[0] and f"{prefixes[0]}."), precision),
         )
@@ -53,8 +53,8 @@ def differences(
     return [replace(d, scale=largest) if d.pass_ == "weight gradient" else d for d in found]
 
 
-def _of_pass(read: dict, pass_: str) -> dict:
-    return {a: (mine[pass_], theirs[pass_]) for a, (mine, theirs) in read.items()}
+def _of(read: dict, pass_: str, name: str) -> dict[str, tuple[Tensor, Tensor]]:
+    return {a: (mine[pass_][name], theirs[pass_][name]) for a, (mine, theirs) in read.items()}
 
 
 def _unit(both: dict, pass_: str, name: str, precision: Precision) -> float:
@@ -65,33 +65,26 @@ def _unit(both: dict, pass_: str, name: str, precision: Precision) -> float:
 
 
 def _difference(pass_: str, name: str, truth: Tensor, pairs: dict, known: bool) -> Difference:
-    apart, same, reshaped, less_finite = {}, True, False, False
-    for arithmetic, (mine, theirs) in pairs.items():
-        a, b = mine[name], theirs[name]
-        apart[arithmetic] = distance(b, a)
-        reshaped = reshaped or a.shape != b.shape
-        less_finite = less_finite or (not reshaped and bool((a.isfinite() & ~b.isfinite()).any()))
-        if not arithmetic.startswith("shadow"):
-            same = same and same_values(a, b)
-    errors = {}
+    """Of one quantity, ``pairs``: arithmetic -> the reference's and the candidate's."""
+    errors, change = {}, None
     if "float32" in pairs and known:
         mine, theirs = pairs["float32"]
-        errors = {"reference": distance(mine[name], truth), "candidate": distance(theirs[name], truth)}
-    own = {a: mine[name] for a, (mine, _) in pairs.items() if a.startswith("shadow")}
-    change = distance(own["shadow64"], own["shadow"]) if len(own) > 1 else None
-    finite = bool(truth.isfinite().any())
+        errors = {"reference": distance(mine, truth), "candidate": distance(theirs, truth)}
+    if "shadow64" in pairs:
+        change = distance(pairs["shadow64"][0], pairs["shadow"][0])
+    reshaped = any(a.shape != b.shape for a, b in pairs.values())
     return Difference(
         pass_,
         name,
         finite_norm(truth),
-        apart,
+        {arithmetic: distance(b, a) for arithmetic, (a, b) in pairs.items()},
         errors,
-        same,
-        finite=finite,
+        same=all(same_values(a, b) for how, (a, b) in pairs.items() if not how.startswith("shadow")),
+        finite=bool(truth.isfinite().any()),
         own_change=change,
         numbers=truth.numel(),
         reshaped=reshaped,
-        less_finite=less_finite,
+        less_finite=not reshaped and any((a.isfinite() & ~b.isfinite()).any() for a, b in pairs.values()),
     )
 
 
@@ -103,6 +96,20 @@ def by_reference_names(passes: Passes, fold: AnyFold, prefixes: tuple[str, str],
         named = {prefix + name: tensor for name, tensor in read[pass_].items()}
         read[pass_] = dict(fold(named)) if index else named
     return read
+
+
+def read_both(
+    modules: tuple[nn.Module, nn.Module],
+    recorded: Recorded,
+    arithmetic: str,
+    fold: AnyFold,
+    prefixes: tuple[str, str] = ("", ""),
+    **options: Any,
+) -> tuple[dict, dict]:
+    """What the two modules give, by the reference's names. ``options`` as of ``run``."""
+    own = run(modules[0], recorded, arithmetic, **options)
+    other = run(modules[1], recorded, arithmetic, beside=own, **options)
+    return by_reference_names(own, fold, prefixes, 0), by_reference_names(other, fold, prefixes, 1)
 
 
 def used_outputs(recorded: Recorded) -> set[str] | None:

@@ -9,8 +9,7 @@ from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import BACKWARD
 from driftlab.arithmetic.mutants import Mutant, fitting
 from driftlab.arithmetic.naming import LOSS
-from driftlab.arithmetic.passes import run
-from driftlab.arithmetic.quantities import by_reference_names
+from driftlab.arithmetic.quantities import read_both
 from driftlab.arithmetic.stopped import Stop, stopped
 from driftlab.arithmetic.tracing import FORWARD, flow_of
 from driftlab.blame import not_ours
@@ -71,12 +70,11 @@ def changed_call(found: Examination, difference: Difference, place: str) -> Muta
     return next((m for m in fit if m.scope == place), next(iter(fit), None))
 
 
-def _both(found: Examination, arithmetic: str, evaluate: bool) -> list[dict]:
+def _both(found: Examination, arithmetic: str, evaluate: bool) -> tuple[dict, dict]:
     """What the two give, by the reference's names."""
-    pair, whole = found.pair, found.whole
-    own = run(pair.reference, whole, arithmetic, pair.seed, evaluate)
-    other = run(pair.candidate, whole, arithmetic, pair.seed, evaluate, beside=own, outputs=pair.outputs)
-    return [by_reference_names(p, pair.comparable, ("", ""), i) for i, p in enumerate((own, other))]
+    pair = found.pair
+    options = {"seed": pair.seed, "evaluate": evaluate, "outputs": pair.outputs}
+    return read_both((pair.reference, pair.candidate), found.whole, arithmetic, pair.comparable, **options)
 
 
 def _untied(pair: Pair, name: str) -> bool:

@@ -52,10 +52,10 @@ def _whole(found: Examination, difference: Difference) -> Accused | None:
 
 def _of_module(local: Local, module: str, difference: Difference, few: bool) -> Accused | None:
     """The call of the module that was found wrong."""
-    prefixes = module, local.counterparts[module]
+    options = {"prefixes": local.prefixes(module), "seed": local.seed}
     for call in local.calls[module]:
         some = (batch_of(call, FEW_SAMPLES) if few else None) or call
-        case = accused(local.pair(module), some, difference, local.read, prefixes=prefixes, seed=local.seed)
+        case = accused(local.pair(module), some, difference, local.read, **options)
         if case is not None and not case.apart < SAME_CALL * difference.apart.get(case.arithmetic, 0.0):
             return case
     return None

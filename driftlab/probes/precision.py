@@ -102,7 +102,7 @@ def _first_narrow(found: Examination) -> tuple[str, Difference] | None:
     conditioned = False
     for name in local.rewritten():
         differences = [d for c in local.comparisons(name) for d in c.narrow()]
-        if differences and local.wrong(name, few=True) is None:
+        if differences and local.agrees(name):
             if _stays(found, name, differences):
                 return name, differences[0]
             conditioned = True
@@ -141,12 +141,10 @@ def _trials(found: Examination, name: str, call: Recorded, outputs: bool) -> Ite
 
 def _narrow(found: Examination, name: str, call: Recorded) -> bool:
     pair, local = found.pair, found.local
-    mine, theirs = local.pair(name) if name else (pair.reference, pair.candidate)
-    prefixes = name, local.counterparts[name]
+    options = {"prefixes": local.prefixes(name), "seed": pair.seed}
+    options |= {} if name else {"outputs": pair.outputs}
     try:
-        options = {"prefixes": prefixes, "seed": pair.seed}
-        options |= {} if name else {"outputs": pair.outputs}
-        compared = compare(mine, theirs, call, pair.comparable, **options)
+        compared = compare(*local.pair(name), call, pair.comparable, **options)
     except CannotRunError:
         return True
     return bool(compared.narrow())

@@ -109,7 +109,7 @@ def drawn_otherwise(found: Examination, located: tuple[str, Difference] | None) 
     """
     module, difference = located or ("", found.network.wrong()[0])
     local = found.local
-    mine, theirs = local.pair(module) if module else (found.pair.reference, found.pair.candidate)
+    mine, theirs = local.pair(module)
     call = local.calls[module][0] if module else found.whole
     if difference.pass_ != "forward" or not (is_random(mine, call) and is_random(theirs, call)):
         return None

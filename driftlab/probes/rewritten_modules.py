@@ -16,7 +16,7 @@ from driftlab.words import Finding, Place, Verdict
 def ask(found: Examination) -> list[Finding]:
     """Asked of modules that agree on their network's own inputs, so that the borders are the same."""
     local = found.local
-    agreeing = [n for n in local.rewritten() if local.comparisons(n) and local.wrong(n, few=True) is None]
+    agreeing = [n for n in local.rewritten() if local.agrees(n)]
     if not agreeing or not found.comparable:
         return [PROBE.not_applicable("no rewritten module stands alone")]
     seen = look_beyond(local, _kinds(local, agreeing))

@@ -115,7 +115,7 @@ def ask(found: Examination) -> list[Finding]:
         return [PROBE.not_applicable("the bound is that of sums in float32")]
     local = found.local
     sums = [n for n in local.rewritten() if isinstance(local.pair(n)[0], SUMS_OF_PRODUCTS)]
-    bounds = [(b, name) for name in sums if _agrees(local, name) for b in _bounds(local, name)]
+    bounds = [(b, name) for name in sums if local.agrees(name) for b in _bounds(local, name)]
     if not bounds:
         return [PROBE.not_applicable("no rewritten linear or convolution stands alone")]
     bound, name = max(bounds, key=lambda found: found[0].share)
@@ -125,10 +125,6 @@ def ask(found: Examination) -> list[Finding]:
         says += "; more than reordering a float32 sum can make. Another algorithm (Winograd, FFT) may: what "
         says += "it loses, precision says"
     return [PROBE.finding(bound.share, None, says)]
-
-
-def _agrees(local: Local, name: str) -> bool:
-    return bool(local.comparisons(name)) and local.wrong(name, few=True) is None
 
 
 def _bounds(local: Local, name: str) -> list[Bound]:
