@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlab.arithmetic.roots import other_side
+from driftlab.arithmetic.roots import epsilon_in, other_side
 from driftlab.arithmetic.torch_call import Call
 
 
@@ -61,7 +61,7 @@ def _own_epsilon(call: Call) -> float | None:
     if not call.name.endswith("norm") and call.name != "normalize":
         return None
     given = call.given() or {}
-    return float(given["eps"] or 2.0**-23) if "eps" in given else None
+    return float(epsilon_in(given)) if "eps" in given else None
 
 
 _FORMS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -83,7 +83,7 @@ def _activation(words: str) -> Alteration:
     return Alteration(
         words,
         lambda call: _form(call) not in (None, words),
-        lambda call: _FORMS[words](call.args[0] if call.args else call.kwargs["input"]),
+        lambda call: _FORMS[words](call.argument(0, "input")),
     )
 
 
@@ -110,18 +110,13 @@ def _masks(call: Call) -> bool:
 def _diagonal(by: int) -> Alteration:
     def change(call: Call) -> Any:
         if call.name in ("tril", "triu"):
-            at = call.kwargs.get("diagonal", call.args[1] if len(call.args) > 1 else 0)
-            return call.function(call.args[0], at + by)
+            return call.with_argument(1, "diagonal", call.argument(1, "diagonal", 0) + by)
         rows, columns = call.args[0].shape[-2], call.args[1].shape[-2]
         mask = torch.ones(rows, columns, dtype=torch.bool, device=call.args[0].device).tril(by)
         return call.again(is_causal=False, attn_mask=mask)
 
     side = "later" if by > 0 else "earlier"
-    return Alteration(
-        f"a mask one position {side}",
-        lambda c: c.name in ("tril", "triu") or _attends(c, "is_causal"),
-        change,
-    )
+    return Alteration(f"a mask one position {side}", _masks, change)
 
 
 def _attends(call: Call, setting: str = "query") -> bool:
@@ -168,31 +163,16 @@ def _weighted(call: Call) -> Tensor | None:
     """The weight of a linear or a convolution."""
     if call.name not in _WEIGHTED:
         return None
-    weight = call.args[1] if len(call.args) > 1 else call.kwargs.get("weight")
+    weight = call.argument(1, "weight")
     return weight if isinstance(weight, Tensor) else None
 
 
 def _biased(call: Call) -> bool:
-    bias = call.args[2] if len(call.args) > 2 else call.kwargs.get("bias")
-    return _weighted(call) is not None and bias is not None
-
-
-def _without_bias(call: Call) -> Any:
-    args, kwargs = list(call.args), dict(call.kwargs)
-    if len(args) > 2:
-        args[2] = None
-    else:
-        kwargs["bias"] = None
-    return call.function(*args, **kwargs)
+    return _weighted(call) is not None and call.argument(2, "bias") is not None
 
 
 def _with_weight(change: Callable[[Tensor], Tensor]) -> Callable[[Call], Any]:
-    def changed(call: Call) -> Any:
-        if len(call.args) > 1:
-            return call.function(call.args[0], change(call.args[1]), *call.args[2:], **call.kwargs)
-        return call.function(*call.args, **{**call.kwargs, "weight": change(call.kwargs["weight"])})
-
-    return changed
+    return lambda call: call.with_argument(1, "weight", change(call.argument(1, "weight")))
 
 
 def _is_square(call: Call) -> bool:
@@ -234,7 +214,7 @@ ALTERATIONS = (
         lambda c: c.again(momentum=1 - c.given()["momentum"]),
     ),
     Alteration("a running variance over n, not n - 1,", _batch_statistics, _biased_variance),
-    Alteration("a bias left out", _biased, _without_bias),
+    Alteration("a bias left out", _biased, lambda c: c.with_argument(2, "bias", None)),
     Alteration("a transposed weight", _is_square, _with_weight(lambda w: w.transpose(-1, -2))),
     Alteration("a kernel turned round", _has_kernel, _with_weight(_flipped)),
 )

@@ -76,7 +76,7 @@ def _rms_norm(call: Call) -> Tensor:
     g = call.given()
     dims = list(range(-len(g["normalized_shape"]), 0))
     mean = (g["input"] ** 2).mean(dims, keepdim=True)
-    return _affine(g["input"] / (mean.sqrt() + (g["eps"] or 2.0**-23)), g["weight"], None)
+    return _affine(g["input"] / (mean.sqrt() + epsilon_in(g)), g["weight"], None)
 
 
 def _batch_norm(call: Call) -> Tensor:
@@ -98,6 +98,11 @@ def _group_norm(call: Call) -> Tensor:
     out = ((grouped - mean) / (var.sqrt() + g["eps"])).view(x.shape)
     shape = (-1, *[1] * (x.dim() - 2))
     return _affine(out, *(None if t is None else t.view(shape) for t in (g["weight"], g["bias"])))
+
+
+def epsilon_in(given: dict[str, Any]) -> float:
+    """Of a norm, by its arguments: float32's own unit where none is given, and 0 where that is."""
+    return 2.0**-23 if given["eps"] is None else given["eps"]
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -53,6 +53,15 @@ class Call:
     def again(self, **changed: Any) -> Any:
         return self.function(**{**(self.given() or {}), **changed})
 
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        """Given by place or by name."""
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name, default)
+
+    def with_argument(self, place: int, name: str, value: Any) -> Any:
+        if len(self.args) > place:
+            return self.function(*self.args[:place], value, *self.args[place + 1 :], **self.kwargs)
+        return self.function(*self.args, **{**self.kwargs, name: value})
+
     @cached_property
     def tensors(self) -> list[Tensor]:
         """All that it is given, also in lists, in their order."""
@@ -79,9 +88,7 @@ class Call:
 
     def along(self, dim: int) -> Any:
         """Along another dimension, of a function that takes one."""
-        if "dim" in self.kwargs or len(self.args) < 2:
-            return self.function(*self.args, **{**self.kwargs, "dim": dim})
-        return self.function(self.args[0], dim, *self.args[2:], **self.kwargs)
+        return self.with_argument(1, "dim", dim)
 
     def number(self) -> tuple[int, float] | None:
         """Where the one number among a tensor's positional arguments stands, and what it is."""
