@@ -141,7 +141,7 @@ def _integers(local: Local, name: str, call: Recorded, found: Rewritten) -> None
         if seen is None:
             continue
         applicable = True
-        if not seen.inexact:
+        if not seen:
             found.exact += 1
             continue
         found.inexact += 1
@@ -163,7 +163,5 @@ def _inexact(pair: IntegerPair, call: Recorded, name: str, found: Rewritten) -> 
     if compared.wrong():
         found.other_weights.append(name)
     elif compared.narrow() and name not in found.bits:
-        bits = operand_bits(pair, call)
+        found.bits[name] = operand_bits(pair, call)
         pair.set_weights(pair.small)
-        if bits is not None:
-            found.bits[name] = bits

@@ -13,11 +13,10 @@ operands a kernel keeps: 24 in float32, 11 in float16 and TF32, 8 in bfloat16.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.difference import same_values
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
@@ -27,14 +26,6 @@ from driftlab.network.calling import copied, each_tensor
 
 EXACT_PASSES = ("forward", "input gradient", "weight gradient")
 WIDEST = 20  # bits asked of an operand; a product with a single one stays exact up to 24
-
-
-@dataclass(frozen=True)
-class Exactness:
-    """One size: the passes in which the candidate's integers were not the reference's."""
-
-    shape: tuple[int, ...]
-    inexact: tuple[str, ...]
 
 
 class IntegerPair:
@@ -65,8 +56,11 @@ class IntegerPair:
         args, kwargs = each_tensor(integers, (call.args, call.kwargs))
         return with_gradients(self.mine, replace(call, args=args, kwargs=kwargs), lambda t: make(t.shape))
 
-    def exactness(self, call: Recorded, passes: tuple[str, ...] = EXACT_PASSES) -> Exactness | None:
-        """None where the reference itself is not exact, or does not run on this call."""
+    def exactness(self, call: Recorded, passes: tuple[str, ...] = EXACT_PASSES) -> tuple[str, ...] | None:
+        """The passes in which the candidate's integers are not the reference's.
+
+        None where the reference itself is not exact, or does not run on this call.
+        """
         try:
             truth = run(self.mine, call, "float64", evaluate=False)
             own = run(self.mine, call, "float32", evaluate=False)
@@ -75,7 +69,7 @@ class IntegerPair:
         if self._inexact(own, truth, passes, theirs=False):
             return None
         other = run(self.theirs, call, "float32", evaluate=False, beside=own)
-        return Exactness(tuple(_shape(call)), self._inexact(other, truth, passes, theirs=True))
+        return self._inexact(other, truth, passes, theirs=True)
 
     def _inexact(
         self, out: Passes, truth: Passes, passes: tuple[str, ...], *, theirs: bool
@@ -92,22 +86,17 @@ class IntegerPair:
         return finite and all(n in other and same_values(t, other[n]) for n, t in mine.items())
 
 
-def _shape(call: Recorded) -> torch.Size:
-    return next((t.shape for t in pytree.tree_leaves(call.args) if isinstance(t, Tensor)), torch.Size())
-
-
-def operand_bits(pair: IntegerPair, call: Recorded) -> int | None:
+def operand_bits(pair: IntegerPair, call: Recorded) -> int:
     """The most bits that an odd integer in one operand may have and still come out of the candidate exactly.
 
     Each operand (inputs, weights) is the wide one in turn, the other holds few ones; the smaller number
-    counts. None where the reference is not exact either.
+    counts: 0 where the reference is not exact either.
     """
     found = []
     for wide in ("inputs", "weights"):
         exact = [k for k in range(1, WIDEST + 1) if _exact_at(pair, call, k, wide)]
-        kept = next((k - 1 for k in range(1, WIDEST + 2) if k not in exact), WIDEST)
-        found.append(kept)
-    return min(found, default=None)
+        found.append(next(k - 1 for k in range(1, WIDEST + 2) if k not in exact))
+    return min(found)
 
 
 def _exact_at(pair: IntegerPair, call: Recorded, bits: int, wide: str) -> bool:
@@ -127,5 +116,4 @@ def _exact_at(pair: IntegerPair, call: Recorded, bits: int, wide: str) -> bool:
 
     pair.set_weights(odd if wide == "weights" else sparse)
     inputs = pair.inputs(call, odd if wide == "inputs" else sparse)
-    found = pair.exactness(inputs, ("forward",))  # the gradients are sums of wide products
-    return found is not None and not found.inexact
+    return pair.exactness(inputs, ("forward",)) == ()  # the gradients are sums of wide products

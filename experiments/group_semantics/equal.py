@@ -73,7 +73,7 @@ def integers_agree(pair: Pair, seed: int) -> dict[str, bool] | None:
     probe = IntegerPair(pair.grouped, pair.separate, pair.separate.fold, ("", ""), seed)
     probe.set_weights(probe.small)
     found = probe.exactness(probe.inputs(pair.call, probe.small))
-    return None if found is None else {p: p not in found.inexact for p in EXACT_PASSES}
+    return None if found is None else {p: p not in found for p in EXACT_PASSES}
 
 
 def kernels(pair: Pair, dtype: str) -> dict[str, list[str]]:
