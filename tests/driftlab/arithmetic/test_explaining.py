@@ -132,6 +132,7 @@ def test_a_known_explanation_is_said_with_what_it_leaves(name):
 LAYERS = {
     "layer_norm": (nn.LayerNorm(6), nn.LayerNorm(6, eps=1e-6), ROWS, "an epsilon of 1e-06"),
     "rms_norm": (nn.RMSNorm(6), nn.RMSNorm(6, eps=1e-6), ROWS, "an epsilon of 1e-06"),
+    "no epsilon": (nn.RMSNorm(6, eps=0.0), nn.RMSNorm(6, eps=2**-23), ROWS, "an epsilon of 1.19e-07"),
     "group_norm": (nn.GroupNorm(2, 4), nn.GroupNorm(2, 4, eps=1e-6), IMAGES, "an epsilon of 1e-06"),
     "batch_norm": (nn.BatchNorm2d(4), nn.BatchNorm2d(4, eps=1e-3), IMAGES, "an epsilon of 0.001"),
     "momentum": (nn.BatchNorm2d(4), nn.BatchNorm2d(4, momentum=0.9), IMAGES, "a momentum of 1 - m"),
