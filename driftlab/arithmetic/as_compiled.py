@@ -40,7 +40,7 @@ class Compiled:
         failed: dict[str, str] = {}
         for arithmetic in ("float32", "float64"):
             try:
-                both[arithmetic] = self._as_written(arithmetic), self._as_compiled(arithmetic)
+                both[arithmetic] = self._run(arithmetic), self._run(arithmetic, compiled=True)
             except CannotRunError as error:
                 failed[arithmetic] = str(error)
         if "float32" not in both:
@@ -72,11 +72,9 @@ class Compiled:
         )
         return nature_of(self._residual(difference, arithmetic), there)
 
-    def _as_written(self, arithmetic: str) -> Passes:
-        return run(self.network, self.whole, arithmetic, self.seed, optimizer=self.optimizer)
-
-    def _as_compiled(self, arithmetic: str) -> Passes:
-        return run(self.network, self.whole, arithmetic, self.seed, compiled=True, optimizer=self.optimizer)
+    def _run(self, arithmetic: str, compiled: bool = False) -> Passes:
+        how = {"compiled": compiled, "optimizer": self.optimizer}
+        return run(self.network, self.whole, arithmetic, self.seed, **how)
 
     def _exact(self) -> Passes | None:
         return exact_passes(self.network, self.whole, seed=self.seed, optimizer=self.optimizer)
@@ -96,7 +94,7 @@ class Compiled:
         return replace(self, network=twin, whole=inputs_near(self.whole, generator))
 
     def _residual(self, d: Difference, arithmetic: str) -> Residual:
-        compiled = self._as_compiled(arithmetic).tensors[d.pass_][d.name]
+        compiled = self._run(arithmetic, compiled=True).tensors[d.pass_][d.name]
         exact = self._exact() if arithmetic == "float32" else None
-        written = (exact or self._as_written("float64")).tensors[d.pass_][d.name]
+        written = (exact or self._run("float64")).tensors[d.pass_][d.name]
         return Residual(written, compiled - written)

@@ -68,7 +68,7 @@ class Comparison:
             return True
         if "shadow" in self.ran:
             if d.excess("shadow") > 1:
-                return not d.stored_in_float32
+                return not d.shown_otherwise("shadow")
             alone = "shadow64" in self.ran and d.excess("shadow64") > 1 and d.excess("float64") > 1
             return alone and not (self.judged != "float64" and d.by_dtype)
         if self.in_float32_alone:
@@ -155,18 +155,19 @@ def compare(
     compared = _compared(found, failed, both, judged)
     if wide == "float32":
         return replace(compared, exact=truth is not None)
-    return _beside_control(compared, reference, recorded, both, control)
+    return _beside_control(compared, reference, recorded, both[wide][0], {"arithmetic": wide} | control)
 
 
-def _beside_control(compared: Comparison, reference, recorded, both: dict, options: dict) -> Comparison:
+def _beside_control(
+    compared: Comparison, reference: nn.Module, recorded: Recorded, exact: Passes, options: dict
+) -> Comparison:
     """What is about to be held against the candidate, beside what one unit makes of the reference."""
-    wide, found = "shadow" if "shadow" in both else "float64", compared.differences
-    exact = both[wide][0]
+    found = compared.differences
     if compared.wrong():
-        own = own_response(found, reference, recorded, exact, arithmetic=wide, **options)
+        own = own_response(found, reference, recorded, exact, **options)
         found = [replace(d, control=own[d.pass_, d.name]) for d in found]
-    if "float32" in both and compared.narrow():
-        own = own_response(found, reference, recorded, exact, arithmetic="float32", **options)
+    if compared.narrow():
+        own = own_response(found, reference, recorded, exact, **options | {"arithmetic": "float32"})
         found = [replace(d, errors=d.errors | {"control": own[d.pass_, d.name]}) for d in found]
     return replace(compared, differences=found)
 

@@ -113,16 +113,12 @@ class Difference:
         """Whether rounding alone may make of it as much as there is, so that no difference tells anything."""
         return HALFWAY * self.control >= max(self.size, self.scale) > 0
 
-    @property
-    def stored_in_float32(self) -> bool:
-        """A difference that float32 would have to show, and does not: what one stores the other rounds alike.
-
-        Only of differences of more than four units in the last place of float32; smaller ones it may swallow.
-        """
-        return self.shown_otherwise("shadow")
-
     def shown_otherwise(self, arithmetic: str) -> bool:
-        """Whether float32 would have to show the difference in ``arithmetic``, and does not."""
+        """Whether float32 would have to show the difference in ``arithmetic``, and does not.
+
+        So it is where one stores what the other rounds alike. Only of differences of more than four units in
+        the last place of float32; smaller ones it may swallow.
+        """
         shown, exact = self.apart.get("float32", math.inf), self.apart.get(arithmetic, 0.0)
         return self.relative > 4 * self.precision.unit_round_off and shown < exact / 8
 
