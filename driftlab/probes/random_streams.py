@@ -8,16 +8,15 @@ spread of the outputs over many seeds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.local import Local
-from driftlab.arithmetic.passes import Recorded
+from driftlab.arithmetic.passes import Recorded, own_inputs
 from driftlab.fold.layout import flat
-from driftlab.network.calling import copied, each_tensor, named_leaves, seed_random_layers
+from driftlab.network.calling import copied, named_leaves, seed_random_layers
 from driftlab.network.modules import lies_in
 from driftlab.network.outputs import Leaves, Outputs
 from driftlab.probes.examination import Examination
@@ -30,14 +29,6 @@ SIGMAS = 6.0
 _DIRECTIONS = 7
 
 
-@dataclass(frozen=True)
-class Draws:
-    """The outcome of comparing two distributions: the largest difference, in standard errors."""
-
-    sigmas: float
-    same: bool
-
-
 def is_random(module: nn.Module, call: Recorded) -> bool:
     """Whether the output depends on torch's random state, or on a random state of the module's own."""
     outputs = [flat(leaves.values()) for leaves in _returned(module, call, range(3))]
@@ -46,8 +37,11 @@ def is_random(module: nn.Module, call: Recorded) -> bool:
 
 def same_distribution(
     mine: nn.Module, theirs: nn.Module, call: Recorded, outputs: Outputs | None = None
-) -> Draws:
-    """Means along some directions, and the mean square, over ``DRAWS`` independent seeds each."""
+) -> float:
+    """The largest difference, in standard errors: above ``SIGMAS`` the two distributions are not the same.
+
+    Of means along some directions, and of the mean square, over ``DRAWS`` independent seeds each.
+    """
     outputs = outputs or Outputs()
     first, other = (next(_returned(m, call, range(1))) for m in (mine, theirs))
     both = list(outputs.of(other, first))
@@ -59,16 +53,14 @@ def same_distribution(
         ],
     ]
     if len({o.shape for outputs in samples for o in outputs}) > 1:
-        return Draws(float("inf"), False)
+        return float("inf")
     ours, others = map(torch.stack, samples)
     centre = ours.mean(0)
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(_DIRECTIONS, ours.shape[1], generator=generator, dtype=torch.float64)
     directions = torch.cat([directions, centre[None]]).to(ours.device)
-    sigmas, size = 0.0, ours.abs().mean() * directions.abs().mean() * ours.shape[1] ** 0.5
-    for statistic in _statistics(centre, directions):
-        sigmas = max(sigmas, _apart(statistic(ours), statistic(others), size))
-    return Draws(sigmas, sigmas <= SIGMAS)
+    size = ours.abs().mean() * directions.abs().mean() * ours.shape[1] ** 0.5
+    return max(0.0, *(_apart(of(ours), of(others), size) for of in _statistics(centre, directions)))
 
 
 def _statistics(centre: Tensor, directions: Tensor) -> list[Callable[[Tensor], Tensor]]:
@@ -96,9 +88,9 @@ def _returned(module: nn.Module, call: Recorded, seeds: Iterable[int]) -> Iterat
     for seed in seeds:
         for name, buffer in twin.named_buffers():
             buffer.copy_(start.get(name, buffer))
-        args, kwargs = each_tensor(lambda t: t.detach().clone(), (call.args, call.kwargs))
+        given = own_inputs(call)
         seed_random_layers(seed)
-        yield named_leaves(call.called(twin, (args, kwargs)))
+        yield named_leaves(call.called(twin, given))
 
 
 def drawn_otherwise(found: Examination, located: tuple[str, Difference] | None) -> Finding | None:
@@ -116,8 +108,8 @@ def drawn_otherwise(found: Examination, located: tuple[str, Difference] | None) 
     others = [n for n in local.calls if n in local.counterparts and not _related(n, module)]
     if any(_wrong_forward(local, n) for n in others):
         return None
-    draws = same_distribution(mine, theirs, call, None if module else found.pair.outputs)
-    if not draws.same:
+    sigmas = same_distribution(mine, theirs, call, None if module else found.pair.outputs)
+    if not sigmas <= SIGMAS:
         return None
     name = module or "the network"
     if any(d.pass_ == "eval" for d in found.network.wrong()):
@@ -127,9 +119,9 @@ def drawn_otherwise(found: Examination, located: tuple[str, Difference] | None) 
     found.comparable = False
     says = (
         f"the random layers of {name} draw their numbers in another order, from the same distribution (means "
-        f"and spreads within {draws.sigmas:.1f} standard errors); runs cannot be compared step by step"
+        f"and spreads within {sigmas:.1f} standard errors); runs cannot be compared step by step"
     )
-    return PROBE.finding(draws.sigmas, Verdict.NONDETERMINISTIC, says, Place(module, "forward", 0))
+    return PROBE.finding(sigmas, Verdict.NONDETERMINISTIC, says, Place(module, "forward", 0))
 
 
 def _wrong_forward(local: Local, name: str) -> bool:
