@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from driftlab.blame import theirs
-from driftlab.network.calling import cast, copied, own_batch
+from driftlab.network.calling import cast, copied, own_batch, tensors_in
 from driftlab.refusing import check_values, flattening, shown, told, whole_number
 from driftlab.words import DiagnoseError
 
@@ -31,7 +31,7 @@ def check_tensors(name: str, values: object) -> None:
     if isinstance(values, Iterator):
         raise DiagnoseError(f"{name} is a {type(values).__name__}, which can be read once: give a tuple")
     with flattening(name, "a tensor, or a tuple or dict of arguments"):
-        tensors = [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
+        tensors = tensors_in(values)
     check_values(name, tensors)
     if tensors and not any(t.numel() for t in tensors):
         shapes = " and ".join(str(list(t.shape)) for t in tensors[:3])
@@ -78,7 +78,7 @@ def the_batches(batches: Iterable[tuple[object, object]], most: int) -> Sequence
         with flattening(f"the targets of batches[{len(kept)}]", "tensors, or a tuple or dict of them"):
             targets = own_batch(batch[1], torch.float32)
         kept.append((_trainable(batch[0]), targets))
-        size += sum(t.nbytes for t in pytree.tree_leaves(batch) if isinstance(t, Tensor))
+        size += sum(t.nbytes for t in tensors_in(batch))
         if size > room and not isinstance(batches, Sequence):  # a list is in memory already
             raise DiagnoseError(
                 f"batches: memory does not hold the first {len(kept)}: give fewer, or a smaller steps"

@@ -32,7 +32,7 @@ class Counters:
         seen = [_numbers(twin)]
         try:
             for _ in range(CALLS):
-                whole.send_back(twin, whole.called(twin, own_inputs(whole)), "float32")
+                whole.send_back(twin, whole.called(twin, own_inputs(whole)))
                 seen.append(_numbers(twin))
         except Exception as error:  # one that does not run counts nothing, and the look says why it does not
             not_ours(error)
@@ -51,7 +51,7 @@ class Counters:
         for (name, attribute), each in self._each.items():
             begins = self._begins[name, attribute]
             if now.get((name, attribute)) == begins:
-                _set(modules[name], attribute, _counted(modules[name], attribute, each, calls))
+                _count_on(modules[name], attribute, each, calls)
                 found.append(f"{name}.{attribute}" if name else attribute)
         return found
 
@@ -69,27 +69,17 @@ def _numbers(network: nn.Module) -> dict[Key, int | float]:
     return found
 
 
-def _set(module: nn.Module, attribute: str, value: float | Tensor) -> None:
-    buffer = module._buffers.get(attribute)
-    if isinstance(buffer, Tensor):
-        buffer.copy_(value)
-    else:
-        setattr(module, attribute, value)
-
-
-def _counted(module: nn.Module, attribute: str, each: float, calls: int) -> float | Tensor:
-    """Where counting comes to: a whole number too large for its dtype overflows, a float sticks."""
+def _count_on(module: nn.Module, attribute: str, each: float, calls: int) -> None:
+    """A whole number too large for its dtype overflows, a float sticks."""
     buffer = module._buffers.get(attribute)
     if not isinstance(buffer, Tensor):
-        return getattr(module, attribute) + each * calls
-    if not buffer.is_floating_point():
-        return torch.tensor(int(buffer) + int(each) * calls).to(buffer.dtype)
-    value = buffer.detach().clone()
-    if buffer.dtype.itemsize > 2:  # whole numbers up to 16 million
-        return value + each * calls
-    for _ in range(calls):
-        following = value + each
-        if torch.equal(following, value):
-            break
-        value = following
-    return value
+        setattr(module, attribute, getattr(module, attribute) + each * calls)
+    elif not buffer.is_floating_point():
+        buffer.copy_(torch.tensor(int(buffer) + int(each) * calls).to(buffer.dtype))
+    elif buffer.dtype.itemsize > 2:  # whole numbers up to 16 million
+        buffer.add_(each * calls)
+    else:
+        for _ in range(calls):
+            before = buffer.clone()
+            if torch.equal(buffer.add_(each), before):
+                break

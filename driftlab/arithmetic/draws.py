@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from driftlab.network.calling import random_state
+from driftlab.network.calling import random_state, tensors_in
+from driftlab.network.compiled import DispatchMode
 
 _aten = torch.ops.aten
 
@@ -102,15 +102,11 @@ def drawn(func: Callable, args: tuple, kwargs: dict, dtype: torch.dtype) -> obje
     return _cast(out, torch.float64) if out.is_floating_point() else out
 
 
-class Float32Draws(TorchDispatchMode):
+class Float32Draws(DispatchMode):
     """What draws in float64 draws as float32 does; ``drew`` says whether anything did."""
 
     supports_higher_order_operators = True
     drew = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch would import it first: two seconds
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -127,8 +123,7 @@ class Float32Draws(TorchDispatchMode):
 def _gives_float64(args: tuple, kwargs: dict) -> bool:
     if kwargs.get("dtype") is not None:
         return kwargs["dtype"] is torch.float64
-    leaves = pytree.tree_leaves((args, kwargs))
-    return any(isinstance(leaf, Tensor) and leaf.dtype is torch.float64 for leaf in leaves)
+    return any(t.dtype is torch.float64 for t in tensors_in((args, kwargs)))
 
 
 class Draws:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from driftlab.arithmetic.prints import Prints, Seen, prints
 from driftlab.arithmetic.shadow import held
+from driftlab.network.calling import tensors_in
+from driftlab.network.compiled import DispatchMode
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Scopes:
         module.register_forward_hook(leave)
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(DispatchMode):
     """Every operation inside, into ``flow``.
 
     Args:
@@ -132,10 +133,6 @@ class Recorder(TorchDispatchMode):
         self._made: dict[int, tuple[weakref.ref, int]] = {}
         self._weights: set[int] = set()
         self._written: dict[int, list[int]] = {}  # by the memory that was written into
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch would import it first: two seconds
 
     def given(self, weights: Iterable[Tensor], batch: Iterable[Tensor]) -> None:
         for tensor, weight in (*((w, True) for w in weights), *((b, False) for b in batch)):
@@ -153,7 +150,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        read = tensors_in((args, kwargs))
         # what is only as large as another tensor is not made of its values
         inputs = () if _is_new(func) else tuple(dict.fromkeys(self.number(t) for t in read))
         out = func(*args, **kwargs)
@@ -161,8 +158,8 @@ class Recorder(TorchDispatchMode):
         for tensor in changed:
             number = self._keep(tensor, self._value(inputs, tensor))
             self._written.setdefault(_memory(tensor), []).append(number)
-        for tensor in pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor) and not any(tensor is c for c in changed):
+        for tensor in tensors_in(out):
+            if not any(tensor is c for c in changed):
                 self._keep(tensor, self._value(inputs, tensor, part=func._opname in TAKES_PART))
         return out
 
@@ -209,5 +206,5 @@ def _changed(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
     for number, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
+            found += tensors_in(given)
     return found

@@ -57,9 +57,11 @@ def kink_sides(loss: Tensor, reuse: KinkSides | None = None) -> KinkSides:
     To be called before ``loss.backward()``, which frees what is read here. Calls that no gradient passes
     through, or that are hidden in a compiled graph, are not seen.
     """
-    nodes = sorted(_kinked(loss.grad_fn), key=lambda named: named[0]._sequence_nr())
-    saved = [(getattr(n, _SIGNS[name][0]), _threshold(n, name)) for n, name in nodes if name in _SIGNS]
-    winners = tuple(getattr(n, _WINNERS[name]) for n, name in nodes if name in _WINNERS)
+    named = ((node, node.name()) for node in nodes(loss.grad_fn))
+    kinked = [(node, name) for node, name in named if name in _SIGNS or name in _WINNERS]
+    kinked.sort(key=lambda named: named[0]._sequence_nr())
+    saved = [(getattr(n, _SIGNS[name][0]), _threshold(n, name)) for n, name in kinked if name in _SIGNS]
+    winners = tuple(getattr(n, _WINNERS[name]) for n, name in kinked if name in _WINNERS)
     shapes = tuple(t.shape for t, _ in saved) + tuple(w.shape for w in winners)
     sizes = [t.numel() for t, _ in saved]
     if reuse is not None and reuse.shapes == shapes:
@@ -80,14 +82,12 @@ def _threshold(node: Node, name: str) -> float | None:
     return getattr(node, threshold) if isinstance(threshold, str) else threshold
 
 
-def _kinked(root: Node | None) -> Iterator[tuple[Node, str]]:
-    """The kinked nodes of a graph with their names."""
+def nodes(root: Node | None) -> Iterator[Node]:
+    """The backward nodes of a graph, each once."""
     seen, waiting = {root, None}, [root] if root is not None else []
     while waiting:
         node = waiting.pop()
-        name = node.name()
-        if name in _SIGNS or name in _WINNERS:
-            yield node, name
+        yield node
         for below, _ in node.next_functions:
             if below not in seen:
                 seen.add(below)

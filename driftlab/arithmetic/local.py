@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.comparison import Comparison, compare
 from driftlab.arithmetic.difference import Difference
@@ -23,6 +22,7 @@ from driftlab.arithmetic.sizes import batch_of, without_ties
 from driftlab.blame import not_ours
 from driftlab.fold import Fold
 from driftlab.fold.layout import relative_distance
+from driftlab.network.calling import tensors_in
 from driftlab.network.modules import is_rewritten, only_holds
 from driftlab.network.pair import Pair
 
@@ -204,8 +204,7 @@ def _same_sorted(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bo
 def _same_inputs(mine: Recorded, theirs: Recorded, within: float) -> bool:
     """Float32 rounding apart; kinks on the way may make a few entries differ by more."""
     own, other = (
-        [t for t in pytree.tree_leaves((c.args, c.kwargs)) if isinstance(t, Tensor) and t.is_floating_point()]
-        for c in (mine, theirs)
+        [t for t in tensors_in((c.args, c.kwargs)) if t.is_floating_point()] for c in (mine, theirs)
     )
     if [t.shape for t in own] != [t.shape for t in other]:
         return False

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 from driftlab.arithmetic.difference import Difference, Nature, finite_norm
 from driftlab.arithmetic.grain import LARGEST_GRAIN, TRIALS, Residual, inputs_near, nature_of, near
@@ -14,7 +13,7 @@ from driftlab.arithmetic.passes import CannotRunError, Recorded
 from driftlab.arithmetic.quantities import by_reference_names, exact_passes, read_both
 from driftlab.fold.layout import AnyFold, FoldError
 from driftlab.fold.unfold import put_weights
-from driftlab.network.calling import copied
+from driftlab.network.calling import copied, tensors_in
 from driftlab.rounding import HALFWAY_BITS
 
 Key = tuple[str, str]  # pass, name
@@ -69,8 +68,8 @@ class Opaque:
         try:
             put_weights(mine, theirs, self.fold, lambda _, t: near(t, generator), self.prefixes)
         except FoldError:
-            inputs = pytree.tree_leaves((self.recorded.args, self.recorded.kwargs))
-            if not any(isinstance(t, Tensor) and t.is_floating_point() for t in inputs):
+            inputs = tensors_in((self.recorded.args, self.recorded.kwargs))
+            if not any(t.is_floating_point() for t in inputs):
                 return None
         return self._residuals(mine, theirs, inputs_near(self.recorded, generator))
 

@@ -15,17 +15,23 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from driftlab.arithmetic.draws import Float32Draws
 from driftlab.arithmetic.naming import LOSS, Named
-from driftlab.arithmetic.shadow import Shadow, held, shadow, shadow_arithmetic, shadowed
+from driftlab.arithmetic.shadow import Shadow, plain, shadow, shadow_arithmetic, shadowed
 from driftlab.arithmetic.shadow_tensor import Native
 from driftlab.arithmetic.units import unless_zero
 from driftlab.blame import AboutThePair, described, not_ours, theirs
 from driftlab.fold.layout import gradient_of
-from driftlab.network.calling import cast, copied, each_tensor, evaluation_mode, seed_random_layers
+from driftlab.network.calling import (
+    cast,
+    copied,
+    each_tensor,
+    evaluation_mode,
+    seed_random_layers,
+    tensors_in,
+)
 from driftlab.network.compiled import eager
 from driftlab.network.loss import loss_in, loss_of, one_number
 from driftlab.network.outputs import Outputs
@@ -60,10 +66,10 @@ class Recorded:
         with nullcontext() if arithmetic.endswith("64") else self.precision.forward(network):
             return self.loss(network, outputs, arithmetic)
 
-    def send_back(self, network: nn.Module, outputs: object, arithmetic: str) -> None:
+    def send_back(self, network: nn.Module, outputs: object) -> None:
         """The gradient of the loss, where there is one."""
         if self.loss is not None:
-            self.measured(network, outputs, arithmetic).backward()
+            self.measured(network, outputs, "float32").backward()
 
 
 @dataclass
@@ -131,7 +137,7 @@ def run(
     try:
         twin, named = (
             in_arithmetic(module, arithmetic),
-            Named(beside.tensors if beside else None, outputs or Outputs(), _plain),
+            Named(beside.tensors if beside else None, outputs or Outputs(), plain),
         )
         if unit is not None:
             recorded = _moved(twin, recorded, arithmetic, unit)
@@ -146,9 +152,9 @@ def run(
         not_ours(error)
         said = str(error) if isinstance(error, DiagnoseError) else described(error, 200)
         raise CannotRunError(said) from error
-    plain = {pass_: {n: _plain(t) for n, t in tensors.items()} for pass_, tensors in found.items()}
+    numbers = {pass_: {n: plain(t) for n, t in tensors.items()} for pass_, tensors in found.items()}
     dtypes = {pass_: {n: t.dtype for n, t in tensors.items()} for pass_, tensors in found.items()}
-    return Passes(plain, named.spare, named.carried, dtypes)
+    return Passes(numbers, named.spare, named.carried, dtypes)
 
 
 def _moved(twin: nn.Module, recorded: Recorded, arithmetic: str, unit: torch.Generator) -> Recorded:
@@ -196,9 +202,8 @@ def _training_pass(
     twin: nn.Module, recorded: Recorded, arithmetic: str, seed: int, named: Named
 ) -> dict[str, dict[str, Tensor]]:
     leaves: list[Tensor] = []
-    args, kwargs = fresh_inputs(recorded, arithmetic, leaves)
+    given = own_inputs(recorded, arithmetic, leaves)
     seed_random_layers(seed)
-    given = own_copies((args, kwargs))
     outputs = recorded.called(twin, given, arithmetic)
     by_name = named.of(outputs, "forward")
     found = {"forward": _own(by_name), "side effect": _left(given, recorded, "training")}
@@ -230,7 +235,7 @@ def _left(given: tuple[tuple, dict], recorded: Recorded, mode: str) -> dict[str,
     """The inputs of a whole network after its call: inside one, who writes into what is its own affair."""
     if recorded.loss is None:
         return {}
-    tensors = (t for t in pytree.tree_leaves(given) if isinstance(t, Tensor) and not t.is_complex())
+    tensors = (t for t in tensors_in(given) if not t.is_complex())
     return {f"{mode} {i}": t.detach().clone() for i, t in enumerate(tensors)}
 
 
@@ -243,7 +248,7 @@ def _updated_pass(
     optimizer: Callable[[nn.Module], Optimizer],
 ) -> dict[str, Tensor]:
     theirs(theirs(optimizer, twin).step)
-    given = own_copies(fresh_inputs(recorded, arithmetic, []))
+    given = own_inputs(recorded, arithmetic)
     seed_random_layers(seed)
     return _own(named.of(recorded.called(twin, given, arithmetic), "update"))
 
@@ -269,14 +274,11 @@ def own_copies(values: object) -> object:
     return each_tensor(lambda t: t.clone() if t.requires_grad else t, values)
 
 
-def own_inputs(recorded: Recorded) -> tuple[tuple, dict]:
-    """The arguments as tensors of their own: a network may write into its batch."""
-
-    def own(tensor: Tensor) -> Tensor:
-        leaf = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        return leaf.clone() if leaf.requires_grad else leaf  # a leaf must not be written into
-
-    return each_tensor(own, (recorded.args, recorded.kwargs))
+def own_inputs(
+    recorded: Recorded, arithmetic: str = "float32", leaves: list[Tensor] | None = None
+) -> tuple[tuple, dict]:
+    """The same, ready to be handed over: its own copies of the arguments. ``leaves`` as there."""
+    return own_copies(fresh_inputs(recorded, arithmetic, [] if leaves is None else leaves))
 
 
 def _backward(named: Mapping[str, Tensor], recorded: Recorded, arithmetic: str) -> None:
@@ -301,11 +303,6 @@ def _like(gradient: Tensor, output: Tensor, arithmetic: str) -> Tensor:
 
 def _own(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().clone() for name, t in named.items()}
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """float64, outside any arithmetic."""
-    return held(tensor).detach().double()
 
 
 def whole_network(

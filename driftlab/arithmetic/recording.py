@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.passes import Recorded, own_inputs
-from driftlab.network.calling import copied, each_tensor, in_list, named_leaves, seed_random_layers
+from driftlab.network.calling import (
+    copied,
+    each_tensor,
+    in_list,
+    named_leaves,
+    seed_random_layers,
+    tensors_in,
+)
 from driftlab.precision import Precision
 from driftlab.refusing import is_dense
 
@@ -22,13 +28,13 @@ def record(network: nn.Module, whole: Recorded, seed: int = 0) -> dict[str, list
 
     Less those with sparse or nested tensors, of which no distances are taken.
     """
-    network, calls, order = copied(network), {}, []
+    network, calls = copied(network), {}
     for name, module in network.named_modules():
         if name and not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-            _watch(module, name, calls, order, whole.precision)
+            _watch(module, name, calls, whole.precision)
     seed_random_layers(seed)
-    whole.send_back(network, whole.called(network, own_inputs(whole)), "float32")
-    return {name: calls[name] for name in order if calls[name]}
+    whole.send_back(network, whole.called(network, own_inputs(whole)))
+    return {name: made for name, made in calls.items() if made}
 
 
 def chosen(calls: list[Recorded]) -> list[Recorded]:
@@ -52,46 +58,31 @@ def in_sequence(calls: list[Recorded]) -> Recorded:
     return Recorded(given, gradients=gradients, call=call, precision=calls[0].precision)
 
 
-def _watch(
-    module: nn.Module,
-    name: str,
-    calls: dict[str, list[Recorded]],
-    order: list[str],
-    precision: Precision,
-) -> None:
+def _watch(module: nn.Module, name: str, calls: dict[str, list[Recorded]], precision: Precision) -> None:
     open_calls: list[Recorded] = []
 
     def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
-        if name not in calls:
-            calls[name] = []
-            order.append(name)
+        calls.setdefault(name, [])
         open_calls.append(Recorded(_kept(args), _kept(kwargs), precision=precision))
 
     def after(_: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
         call = open_calls.pop()
         leaves = named_leaves(output)
-        if not all(map(is_dense, [*leaves.values(), *_tensors((args, kwargs))])):
+        if not all(map(is_dense, [*leaves.values(), *tensors_in((args, kwargs))])):
             return
         call.gradients = dict.fromkeys(leaves)
         for name_of, leaf in leaves.items():
             if leaf.requires_grad:
-                leaf.register_hook(_keeper(call, name_of))
+                leaf.register_hook(partial(_keep, call, name_of))
         calls[name].append(call)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, with_kwargs=True)
 
 
-def _keeper(call: Recorded, name: str) -> Callable[[Tensor | None], None]:
-    def keep(gradient: Tensor | None) -> None:
-        if gradient is not None:  # a kernel without a backward pass sends none
-            call.gradients[name] = gradient.detach().clone()
-
-    return keep
-
-
-def _tensors(values: object) -> list[Tensor]:
-    return [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
+def _keep(call: Recorded, name: str, gradient: Tensor | None) -> None:
+    if gradient is not None:  # a kernel without a backward pass sends none
+        call.gradients[name] = gradient.detach().clone()
 
 
 def _kept(values: object) -> object:

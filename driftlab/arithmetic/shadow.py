@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from driftlab.arithmetic.shadow_rules import is_view
 from driftlab.arithmetic.shadow_tensor import HALVES, WIDE, Bits, Native, Shadow, run_operation
 from driftlab.arithmetic.units import by_one_unit
 from driftlab.network.calling import carry_hooks, copied
-from driftlab.network.compiled import eager
+from driftlab.network.compiled import DispatchMode, eager
 from driftlab.process import on_purpose
 
 
-class _Arithmetic(TorchDispatchMode):
+class _Arithmetic(DispatchMode):
     """So that tensors made on the way (zeros, arange, constants) are held in float64 too.
 
     Args:
@@ -38,10 +38,6 @@ class _Arithmetic(TorchDispatchMode):
     def __init__(self, nudge: torch.Generator | None = None):
         super().__init__()
         self.nudge = nudge
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch would import it first: two seconds
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if self.nudge is not None and not func._schema.is_mutable and not is_view(func):
@@ -128,3 +124,8 @@ def shadow(values: object) -> object:
 def held(values: object) -> object:
     """What shadows hold, float64, detached; other tensors as they are."""
     return pytree.tree_map_only(Shadow, lambda t: t.held.detach(), values)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Its numbers in float64, outside any arithmetic."""
+    return held(tensor).detach().double()

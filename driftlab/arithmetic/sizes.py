@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from driftlab.arithmetic.passes import Recorded
-from driftlab.network.calling import copied, each_tensor, named_leaves, seed_random_layers
+from driftlab.arithmetic.passes import Recorded, own_inputs
+from driftlab.network.calling import copied, each_tensor, named_leaves, seed_random_layers, tensors_in
 
 FEW = 4  # samples: enough for the statistics of a batch, few enough to be quick
 
@@ -22,8 +21,7 @@ def batch_of(call: Recorded, size: int) -> Recorded | None:
 
 def samples(call: Recorded, part: slice) -> Recorded | None:
     """Some samples of a call; None where its tensors have no batch dimension in common, or fewer samples."""
-    tensors = [t for t in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor) and t.dim()]
-    lengths = {t.shape[0] for t in tensors}
+    lengths = {t.shape[0] for t in tensors_in((call.args, call.kwargs)) if t.dim()}
     if len(lengths) != 1 or next(iter(lengths)) < part.stop:
         return None
     return _mapped(call, lambda t: t[part] if t.dim() else t)
@@ -31,14 +29,13 @@ def samples(call: Recorded, part: slice) -> Recorded | None:
 
 def fewer_samples(batch: tuple[object, object], size: int) -> tuple[object, object] | None:
     """The first ``size`` samples of inputs and targets; None where there are no more than that."""
-    tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor) and t.dim()]
+    tensors = [t for t in tensors_in(batch) if t.dim()]
     return samples_of(batch, slice(0, size)) if tensors and tensors[0].shape[0] > size else None
 
 
 def samples_of(batch: tuple[object, object], part: slice) -> tuple[object, object] | None:
     """Some samples of inputs and targets; None where they have no batch dimension in common, or fewer."""
-    tensors = [t for t in pytree.tree_leaves(batch) if isinstance(t, Tensor)]
-    lengths = {t.shape[0] if t.dim() else 0 for t in tensors}
+    lengths = {t.shape[0] if t.dim() else 0 for t in tensors_in(batch)}
     if len(lengths) != 1 or next(iter(lengths)) < part.stop:
         return None
     return each_tensor(lambda t: t[part], batch)
@@ -60,9 +57,9 @@ def with_gradients(module: nn.Module, call: Recorded, make: Callable[[Tensor], T
     """
     seed_random_layers(0)
     twin = copied(module)
-    inputs = each_tensor(lambda t: t.detach().clone(), (call.args, call.kwargs))
     with torch.no_grad():
-        outputs = named_leaves(twin(*inputs[0], **inputs[1]))
+        args, kwargs = own_inputs(call)
+        outputs = named_leaves(twin(*args, **kwargs))
     wanted = {n for n, g in call.gradients.items() if g is not None} or set(outputs)
     return replace(call, gradients={n: make(t).to(t) if n in wanted else None for n, t in outputs.items()})
 
@@ -76,7 +73,7 @@ def other_sizes(call: Recorded) -> Iterator[tuple[str, Recorded]]:
         if (fewer := batch_of(call, size)) is not None:
             yield name, fewer
     few = batch_of(call, min(FEW, _samples(call))) or call
-    tensors = [t for t in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
+    tensors = tensors_in((call.args, call.kwargs))
     dims = {t.dim() for t in tensors if t.is_floating_point()}
     if len(tensors) == 1 and dims & {3, 4, 5}:
         yield "odd sizes", _cut(few, 2, lambda n: n - 1 + n % 2)
@@ -90,8 +87,7 @@ def other_sizes(call: Recorded) -> Iterator[tuple[str, Recorded]]:
 
 
 def _samples(call: Recorded) -> int:
-    tensors = [t for t in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor) and t.dim()]
-    return min((t.shape[0] for t in tensors), default=1)
+    return min((t.shape[0] for t in tensors_in((call.args, call.kwargs)) if t.dim()), default=1)
 
 
 def _cut(call: Recorded, start: int, size: Callable[[int], int], last: int = 0) -> Recorded:

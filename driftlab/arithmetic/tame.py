@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.comparison import Comparison, compare
 from driftlab.arithmetic.passes import CannotRunError, Recorded, run
 from driftlab.fold import FoldError
 from driftlab.fold.unfold import put_weights_or_fold
-from driftlab.network.calling import copied, each_tensor
+from driftlab.network.calling import copied, each_tensor, tensors_in
 from driftlab.network.pair import Pair
 
 # Where the sequence may lie: behind the batch, before it, behind a channel.
@@ -68,7 +67,7 @@ def _told(pair: Pair, call: Recorded) -> Comparison | None:
 
 def _shorter(pair: Pair, whole: Recorded) -> Iterator[tuple[str, Recorded]]:
     for dim in DIMENSIONS:
-        lengths = {t.shape[dim] for t in pytree.tree_leaves(whole.args) if _has(t, dim)}
+        lengths = {t.shape[dim] for t in tensors_in(whole.args) if t.dim() > dim}
         longest = max(lengths, default=0)
         length = longest // 4
         while length >= SHORTEST:
@@ -77,10 +76,6 @@ def _shorter(pair: Pair, whole: Recorded) -> Iterator[tuple[str, Recorded]]:
                 break
             yield f"on the first {length} of {longest} along dimension {dim} of the inputs", call
             length //= 4
-
-
-def _has(value: object, dim: int) -> bool:
-    return isinstance(value, Tensor) and value.dim() > dim
 
 
 def _cut(whole: Recorded, dim: int, longest: int, length: int) -> Recorded:

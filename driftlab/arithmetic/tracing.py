@@ -18,20 +18,19 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.cone import Cone
 from driftlab.arithmetic.constants import WITHIN, nudged
 from driftlab.arithmetic.flow import Flow, Recorder, Scopes
 from driftlab.arithmetic.flow_back import Steps
 from driftlab.arithmetic.naming import LOSS
-from driftlab.arithmetic.passes import Recorded, computing, fresh_inputs, in_arithmetic, own_copies
+from driftlab.arithmetic.passes import Recorded, computing, in_arithmetic, own_inputs
 from driftlab.arithmetic.prints import AGREE
-from driftlab.arithmetic.shadow import held
+from driftlab.arithmetic.shadow import plain
 from driftlab.arithmetic.shadow_tensor import Native
 from driftlab.arithmetic.silencing import Silencing
 from driftlab.fold import Fold
-from driftlab.network.calling import evaluation_mode, named_leaves, seed_random_layers
+from driftlab.network.calling import evaluation_mode, named_leaves, seed_random_layers, tensors_in
 from driftlab.rounding import UNIT_ROUND_OFF
 
 Right = Callable[[str], bool]
@@ -137,8 +136,7 @@ def flow_of(
     """Arguments as of ``parting``; ``nudge`` and ``moved`` as of ``shadow_arithmetic`` and ``Recorder``."""
     twin, leaves = in_arithmetic(network, arithmetic), []
     with computing(arithmetic, nudge, Native.TABLES if nudge else Native.NOTHING):
-        args, kwargs = fresh_inputs(whole, arithmetic, leaves)
-        given = own_copies((args, kwargs))
+        given = own_inputs(whole, arithmetic, leaves)
         seed_random_layers(seed)
         if pass_ in FORWARD:
             return _forward(twin, whole, given, arithmetic, pass_ == "eval", moved)
@@ -153,11 +151,11 @@ def results_of(twin: nn.Module, whole: Recorded, arithmetic: str, pass_: str, se
         twin: made by ``in_arithmetic``.
     """
     with computing(arithmetic):
-        given = own_copies(fresh_inputs(whole, arithmetic, []))
+        given = own_inputs(whole, arithmetic)
         seed_random_layers(seed)
         ends, loss = _ends(twin, whole, given, arithmetic, pass_ == "eval")
     ends |= {} if loss is None else {LOSS: loss}
-    return {name: held(tensor).detach().double().cpu() for name, tensor in ends.items()}
+    return {name: plain(tensor).cpu() for name, tensor in ends.items()}
 
 
 def _ends(
@@ -176,13 +174,12 @@ def _forward(
 ) -> Flow:
     """What is made up to the loss; up to the outputs in eval mode, as evaluation has no loss."""
     recorder = Recorder(Scopes(twin), moved)
-    inputs = [t for t in pytree.tree_leaves(given) if isinstance(t, Tensor)]
-    recorder.given(list(twin.parameters()), inputs)
+    recorder.given(list(twin.parameters()), tensors_in(given))
     with recorder:
         ends, loss = _ends(twin, whole, given, arithmetic, evaluate)
         ends = ends if loss is None else {"loss": loss} | ends
         recorder.flow.results = {name: recorder.number(tensor) for name, tensor in ends.items()}
-    recorder.flow.ends = {name: held(tensor).detach().double() for name, tensor in ends.items()}
+    recorder.flow.ends = {name: plain(tensor) for name, tensor in ends.items()}
     return recorder.flow
 
 

@@ -18,7 +18,7 @@ from driftlab.finite.differences import Difference
 from driftlab.finite.point import Loss, Point
 from driftlab.finite.suspect import Suspect
 from driftlab.finite.wording import seen
-from driftlab.network.calling import calling, copied, own_batch, seed_random_layers
+from driftlab.network.calling import calling, copied, own_batch, seed_random_layers, tensors_in
 from driftlab.network.pair import check_weights
 from driftlab.process import measuring
 from driftlab.refusing import told, whole_number
@@ -176,7 +176,7 @@ def _gradient(
 def _runs_in_float32(network: nn.Module, inputs: object, loss: Loss, seed: int) -> bool:
     """Whether it is the float64 that the backward pass cannot do."""
     twin, own = copied(network).float(), own_batch(inputs, torch.float32)
-    floating = [t for t in pytree.tree_leaves(own) if isinstance(t, Tensor) and t.is_floating_point()]
+    floating = [t for t in tensors_in(own) if t.is_floating_point()]
     leaves = [t.requires_grad_() for t in (*twin.parameters(), *floating)]
     own = pytree.tree_map_only(Tensor, lambda t: t.clone(), own)  # it may write into them
     seed_random_layers(seed)

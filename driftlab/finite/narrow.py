@@ -6,11 +6,13 @@ does inside shows in its casts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from driftlab.arithmetic.kinks import nodes
+from driftlab.network.compiled import DispatchMode
 
 _NARROW = (torch.float32, torch.float16, torch.bfloat16, torch.complex64)
 _WIDE = (torch.float64, torch.complex128)
@@ -20,20 +22,16 @@ def narrow_dtype(forward: Callable[[], Tensor]) -> torch.dtype | None:
     """The first narrower dtype on the way to the loss that ``forward`` computes; None where there is none."""
     with _Casts() as casts:
         loss = forward()
-    in_graph = (g.dtype for node in nodes(loss) for g in getattr(node, "_input_metadata", ()))
+    in_graph = (g.dtype for node in nodes(loss.grad_fn) for g in getattr(node, "_input_metadata", ()))
     return next((dtype for dtype in in_graph if dtype in _NARROW), casts.found)
 
 
-class _Casts(TorchDispatchMode):
+class _Casts(DispatchMode):
     """Notes the dtype of the first cast from double precision to less."""
 
     def __init__(self):
         super().__init__()
         self.found: torch.dtype | None = None
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch would import it first: two seconds
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -41,14 +39,3 @@ class _Casts(TorchDispatchMode):
         if source is not None and self.found is None and args[source].dtype in _WIDE and out.dtype in _NARROW:
             self.found = out.dtype
         return out
-
-
-def nodes(loss: Tensor) -> Iterator:
-    """The backward nodes of a graph."""
-    seen, waiting = {None, loss.grad_fn}, [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        below = [n for n, _ in node.next_functions if n not in seen]
-        seen.update(below)
-        waiting += below

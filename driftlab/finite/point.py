@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from driftlab.arithmetic.kinks import KinkSides, kink_sides
+from driftlab.arithmetic.kinks import KinkSides, kink_sides, nodes
 from driftlab.blame import described, theirs
-from driftlab.finite.narrow import narrow_dtype, nodes
+from driftlab.finite.narrow import narrow_dtype
 from driftlab.finite.widening import input_leaves, widened_copy
 from driftlab.fold.layout import gradient_of
 from driftlab.network.calling import calling, seed_random_layers
@@ -77,10 +77,10 @@ class Point:
 
     def _backward(self, loss: Tensor) -> None:
         """Into the leaves alone: a function may close over a network whose gradients are its owner's."""
-        if all(node.name() != "CheckpointFunctionBackward" for node in nodes(loss)):
+        if all(node.name() != "CheckpointFunctionBackward" for node in nodes(loss.grad_fn)):
             return loss.backward(inputs=list(self.leaves.values()))
         # a reentrant checkpoint takes no list of inputs: what others have is put back
-        variables = [v for node in nodes(loss) if (v := getattr(node, "variable", None)) is not None]
+        variables = [v for node in nodes(loss.grad_fn) if (v := getattr(node, "variable", None)) is not None]
         kept = [(v, v.grad) for v in variables]
         for variable in variables:
             variable.grad = None

@@ -51,7 +51,7 @@ def copied(module: nn.Module) -> nn.Module:
 def _computed(module: nn.Module) -> dict[int, Tensor]:
     """Values in place of what a network has computed and keeps: an old ``weight_norm``'s or a pruned weight,
     a cache. Hooks compute it anew at the next call."""
-    kept = [t for part in module.modules() for t in pytree.tree_leaves(vars(part)) if isinstance(t, Tensor)]
+    kept = [t for part in module.modules() for t in tensors_in(vars(part))]
     return {id(t): t.detach().clone() for t in kept if not t.is_leaf}
 
 
@@ -89,13 +89,11 @@ def _script_copies(module: nn.Module) -> dict[int, nn.Module]:
 
 def carry_hooks(mine: Tensor, theirs: Tensor) -> None:
     """Register on ``theirs`` what is registered on ``mine`` and not on it."""
-    if mine._backward_hooks and not theirs._backward_hooks:
-        for hook in mine._backward_hooks.values():
-            theirs.register_hook(hook)
-    after = getattr(mine, "_post_accumulate_grad_hooks", None)
-    if after and not getattr(theirs, "_post_accumulate_grad_hooks", None):
-        for hook in after.values():
-            theirs.register_post_accumulate_grad_hook(hook)
+    after = theirs.register_post_accumulate_grad_hook
+    for kind, register in (("_backward_hooks", theirs.register_hook), ("_post_accumulate_grad_hooks", after)):
+        own = getattr(mine, kind, None)
+        for hook in own.values() if own and not getattr(theirs, kind, None) else ():
+            register(hook)
 
 
 Call = Callable[[nn.Module, object], object]
@@ -151,6 +149,11 @@ def each_tensor(change: Callable[[Tensor], Tensor], values: T) -> T:
         return made[id(tensor)]
 
     return pytree.tree_map_only(Tensor, changed, values)
+
+
+def tensors_in(values: object) -> list[Tensor]:
+    """In whatever lists, tuples and dicts hold, each as often as it stands there."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def cast(inputs: object, dtype: torch.dtype) -> object:

@@ -15,11 +15,20 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from driftlab.words import DiagnoseError
 
 # How often one piece of code may be compiled in here: for each dtype, mode and size that is asked about.
 OFTEN = 4096
+
+
+class DispatchMode(TorchDispatchMode):
+    """Beneath which the compiler is not skipped: to skip it, torch would import it first, two seconds."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def eager() -> AbstractContextManager[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 
 from torch import Tensor, nn
 
@@ -66,12 +67,8 @@ def lies_in(inner: str, outer: str) -> bool:
 def common(modules: Iterable[str]) -> str:
     """The innermost module that is, or holds, each of them."""
     paths = [name.split(".") if name else [] for name in modules]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return ".".join(shared)
+    shared = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return ".".join(parts[0] for parts in shared)
 
 
 def common_parent(names: Iterable[str]) -> str:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-from torch.utils import _pytree as pytree
-
 from driftlab.arithmetic.beyond_inputs import Rewritten, look_beyond
 from driftlab.arithmetic.local import Local
+from driftlab.network.calling import tensors_in
 from driftlab.probes.determinism import wavers
 from driftlab.probes.examination import Examination
 from driftlab.probes.probe import Probe
@@ -37,7 +35,7 @@ def _kinds(local: Local, names: list[str]) -> list[str]:
     """One module of each kind: the same classes with the same settings, fed the same shapes."""
     kinds: dict[str, str] = {}
     for name in names:
-        shapes = [t.shape for t in pytree.tree_leaves(local.calls[name][0].args) if isinstance(t, Tensor)]
+        shapes = [t.shape for t in tensors_in(local.calls[name][0].args)]
         kinds.setdefault(f"{local.pair(name)} {shapes}", name)
     return list(kinds.values())
 
