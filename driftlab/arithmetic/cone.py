@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 
 from driftlab.arithmetic.flow import Flow
 from driftlab.arithmetic.prints import ABOUT, NEARLY
@@ -87,12 +88,11 @@ class Cone:
 
     def _leads_to(self, numbers: list[int]) -> set[int]:
         """The absent values that are made of these."""
-        found, waiting = set(), list(numbers)
-        while waiting:
-            made = [u for u in self._uses[waiting.pop()] if u in self._absent and u not in found]
-            found.update(made)
-            waiting += made
-        return found
+
+        def made(number: int) -> list[int]:
+            return [u for u in self._uses[number] if u in self._absent]
+
+        return _reached(chain.from_iterable(map(made, numbers)), made)
 
     def _in_one_part(self, numbers: list[int]) -> list[int]:
         scopes = [self._lifted(n) for n in numbers]
@@ -136,27 +136,20 @@ class Cone:
         return self._known[number]
 
     def _led(self, ends: list[int]) -> set[int]:
-        found, waiting = set(), ends
-        while waiting:
-            number = waiting.pop()
-            if number not in found and not self._has(number):
-                found.add(number)
-                waiting += self._values[number].inputs
-        return found
+        reached = _reached(ends, lambda n: () if self._has(n) else self._values[n].inputs)
+        return {n for n in reached if not self._has(n)}
 
     def _border(self, number: int, inner: Callable[[int], bool]) -> tuple[set[int], set[int]]:
         """What is made of a value as far as it is ``inner``, and what is made of that."""
-        inside, border, waiting = {number}, set(), self._whole_uses(number)
-        while waiting:
-            at = waiting.pop()
-            if at in inside or at in border:
-                continue
-            if inner(at):
-                inside.add(at)
-                waiting += self._whole_uses(at)
-            else:
-                border.add(at)
-        return inside, border
+        inside = {number}
+
+        def onward(at: int) -> list[int]:
+            if at != number and not inner(at):
+                return []
+            inside.add(at)
+            return self._whole_uses(at)
+
+        return inside, _reached([number], onward) - inside
 
     def _whole_uses(self, number: int) -> list[int]:
         """What is made of a value; less its parts, where they are not all of it: of one that is wrong a part
@@ -209,17 +202,14 @@ class Cone:
 
     def _came_from(self, number: int, scope: str) -> set[str]:
         """The modules outside of ``scope`` that made what went into it, on its way to a value."""
-        found, seen, waiting = set(), set(), list(self._values[number].inputs)
-        while waiting:
-            at = waiting.pop()
-            if at in seen or self._values[at].given:
-                continue
-            seen.add(at)
-            if lies_in(self._values[at].scope, scope):
-                waiting += self._values[at].inputs
-            else:
-                found.add(self._values[at].scope)
-        return found
+
+        def made_of(at: int) -> list[int]:
+            value = self._values[at]
+            inside = at == number or lies_in(value.scope, scope)
+            return [i for i in value.inputs if not self._values[i].given] if inside else []
+
+        scopes = {self._values[at].scope for at in _reached(made_of(number), made_of)}
+        return {found for found in scopes if not lies_in(found, scope)}
 
     def _moved(self, number: int) -> set[int]:
         """Where borders were moved: all up to the first values that the other nearly has.
@@ -239,3 +229,13 @@ class Cone:
     def _nearly(self, number: int, within: float = NEARLY) -> bool:
         prints = self._values[number].prints
         return prints is not None and prints.telling and self._seen.has(prints, within)
+
+
+def _reached(begin: Iterable[int], onward: Callable[[int], Iterable[int]]) -> set[int]:
+    """The values that one comes by from these, themselves included."""
+    found, waiting = set(), list(begin)
+    while waiting:
+        if (at := waiting.pop()) not in found:
+            found.add(at)
+            waiting += onward(at)
+    return found
