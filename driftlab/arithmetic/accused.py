@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from driftlab.arithmetic.difference import Difference, distance, finite_norm
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded
 from driftlab.arithmetic.quantities import by_reference_names, read_both
-from driftlab.fold.layout import AnyFold
+from driftlab.fold.layout import AnyFold, index_of
 from driftlab.network.outputs import Outputs
 from driftlab.rounding import HALFWAY, HALFWAY_BITS, UNIT_ROUND_OFF
 
@@ -104,7 +104,7 @@ def worst_element(found: Accused) -> str:
     apart = torch.where(mine.isnan() & theirs.isnan(), 0.0, apart)
     share = found.difference.allowed / math.sqrt(max(1, apart.numel()))
     count, worst = int((apart > share).sum()), int(apart.argmax())
-    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), apart.shape))
+    index = index_of(worst, apart.shape)
     values = _apart_in_digits(float(theirs.flatten()[worst]), float(mine.flatten()[worst]))
     if apart.numel() == 1:
         return f"it is {values}"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from driftlab.finite.differences import LIMIT, Difference, Slope
 from driftlab.finite.point import Move
+from driftlab.fold.layout import index_of
 
 # Two factors whose distances from one agree to this share are the same; by chance, with errors of
 # independent sign and size, once in about a thousand.
@@ -125,16 +126,7 @@ def _element(
             low = middle
         else:
             return None
-    return _unraveled(int(places[low]), gradient.shape) if fails(move(low, high)) else None
-
-
-def _unraveled(place: int, shape: torch.Size) -> tuple[int, ...]:
-    """As ``torch.unravel_index``, which imports sympy first: five seconds."""
-    index = []
-    for length in reversed(shape):
-        place, along = divmod(place, length)
-        index.append(along)
-    return tuple(reversed(index))
+    return index_of(int(places[low]), gradient.shape) if fails(move(low, high)) else None
 
 
 def _in_words(found: Difference) -> str:

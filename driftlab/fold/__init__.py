@@ -10,21 +10,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 from driftlab.blame import not_ours
 from driftlab.fold.assignment import Assignment
-from driftlab.fold.given import GivenFold, Tensors, given_fold
-from driftlab.fold.layout import FoldError, NamedTensors, named_tensors
+from driftlab.fold.given import given_fold
+from driftlab.fold.layout import FoldError, NamedTensors, Rewrite, Tensors, named_tensors
 from driftlab.fold.search import place_by_name, place_by_value
 from driftlab.fold.tags import positions_by_tags
 from driftlab.fold.views import Gathered, Joined, Placement, View, whole
 
 __all__ = ["Fold", "FoldError", "find_fold"]
-
-Rewrite = Callable[[nn.Module], nn.Module]
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +66,7 @@ class Fold:
 
     def sources(self, name: str) -> frozenset[str]:
         """The candidate's tensors that the reference's ``name`` is taken from; none where it has no place."""
-        if name not in self.placed:
-            return frozenset()
-        if isinstance(self.read, GivenFold):
-            return self.read.sources[name]
-        return frozenset(self.read.placements[name].sources)
+        return self.read.sources.get(name, frozenset())
 
     def reorders(self, name: str) -> bool:
         """Whether the slices of the reference's ``name`` lie in another order in the candidate."""
@@ -119,6 +114,11 @@ class _Read:
     placements: dict[str, Placement]
     shapes: dict[str, tuple[int, ...]]
 
+    @cached_property
+    def sources(self) -> dict[str, frozenset[str]]:
+        """Reference name -> the candidate tensors that it is read out of."""
+        return {name: frozenset(placed.sources) for name, placed in self.placements.items()}
+
     def __call__(self, tensors: Tensors) -> dict[str, Tensor]:
         given = {name: tensor.detach() for name, tensor in tensors.items()}
         for name, tensor in given.items():
@@ -152,7 +152,7 @@ def _found(assignment: Assignment, notes: list[str]) -> Fold:
     for name, how in assignment.how.items():
         elements[how] += assignment.mine[name].numel()
     unused = tuple(name for name in assignment.theirs if name not in assignment.touched)
-    passed = all(name == source for name, p in placements.items() for source in p.sources if _is_whole(p))
+    passed = all(isinstance(p, View) and p.whole and p.source == name for name, p in placements.items())
     return Fold(
         _Read(placements, assignment.layout.shapes),
         placed=tuple(placements),
@@ -161,7 +161,7 @@ def _found(assignment: Assignment, notes: list[str]) -> Fold:
         origin=f"by {elements.most_common(1)[0][0]}",
         notes=tuple(notes),
         repeated=tuple(assignment.repeated),
-        is_identity=passed and not assignment.missing() and all(map(_is_whole, placements.values())),
+        is_identity=passed and not assignment.missing(),
     )
 
 
@@ -214,10 +214,6 @@ def _remarks(assignment: Assignment) -> list[str]:
             f"channels change their order, and that of constant tensors is a guess: {listed(constant)}"
         )
     return notes
-
-
-def _is_whole(placed: Placement) -> bool:
-    return isinstance(placed, View) and placed.whole
 
 
 def _is_reordered(placed: Placement) -> bool:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from driftlab.blame import described, theirs
-from driftlab.fold.layout import FoldError, NamedTensors
+from driftlab.fold.layout import AnyFold, FoldError, NamedTensors, Tensors
 from driftlab.refusing import shown
-
-Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +28,7 @@ class GivenFold:
         aliases: other names of shared ones -> their first names.
     """
 
-    fold: Callable[[Tensors], Tensors]
+    fold: AnyFold
     outputs: dict[str, str]
     sources: dict[str, frozenset[str]]
     shapes: dict[str, torch.Size]
@@ -49,7 +47,7 @@ class GivenFold:
 
 
 def given_fold(
-    fold: Callable[[Tensors], Tensors], reference: NamedTensors, candidate: NamedTensors, needed: set[str]
+    fold: AnyFold, reference: NamedTensors, candidate: NamedTensors, needed: set[str]
 ) -> GivenFold:
     """``fold``, checked on the candidate's state.
 
@@ -77,7 +75,7 @@ def given_fold(
     return GivenFold(fold, outputs, sources, shapes, candidate.aliases)
 
 
-def _called(fold: Callable[[Tensors], Tensors], state: dict[str, Tensor]) -> Tensors:
+def _called(fold: AnyFold, state: dict[str, Tensor]) -> Tensors:
     try:
         folded = theirs(fold, state)
     except Exception as error:
@@ -93,9 +91,7 @@ def _called(fold: Callable[[Tensors], Tensors], state: dict[str, Tensor]) -> Ten
     return folded
 
 
-def _sources(
-    fold: Callable[[Tensors], Tensors], outputs: dict[str, str], candidate: NamedTensors
-) -> dict[str, frozenset[str]]:
+def _sources(fold: AnyFold, outputs: dict[str, str], candidate: NamedTensors) -> dict[str, frozenset[str]]:
     """What each output depends on, by differentiating the fold; on everything where it cuts the graph."""
     leaves = {
         n: torch.zeros(t.shape, device=t.device, requires_grad=True) for n, t in candidate.tensors.items()

@@ -10,20 +10,28 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from driftlab.blame import AboutThePair
 
+Tensors = Mapping[str, Tensor]
+Rewrite = Callable[[nn.Module], nn.Module]
 # From the candidate's tensors by name to the reference's: the ``Fold`` that was found, or anybody's own.
-AnyFold = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+AnyFold = Callable[[Tensors], Tensors]
 
 
 def relative_distance(a: Tensor, b: Tensor) -> Tensor:
     """‖a - b‖₂ / ‖b‖₂ as a float64 scalar on the device; 0 where a equals b, also where both are 0."""
     difference = torch.linalg.vector_norm(a - b)
     return torch.where(difference == 0, difference, difference / torch.linalg.vector_norm(b))
+
+
+def index_of(place: int, shape: torch.Size) -> tuple[int, ...]:
+    """Of an element, by its place in flat order. torch's own imports sympy first, which takes seconds."""
+    return tuple(int(i) for i in np.unravel_index(place, shape))
 
 
 def gradient_of(leaf: Tensor) -> Tensor:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from itertools import permutations
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,15 +49,10 @@ def order_alike(mine: Tensor, theirs: Tensor) -> tuple[int, ...] | None:
     flat = mine.reshape(-1)
     for order in permutations(range(theirs.dim())):
         permuted = theirs.permute(order)
-        alike = torch.equal(permuted[_indices(places, permuted.shape)], flat[places])
+        alike = torch.equal(permuted[np.unravel_index(places.numpy(), permuted.shape)], flat[places])
         if alike and torch.equal(permuted.reshape(-1), flat):
             return order
     return None
-
-
-def _indices(places: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """As torch.unravel_index, which takes seconds to import what it needs."""
-    return tuple(places // math.prod(shape[dim + 1 :]) % size for dim, size in enumerate(shape))
 
 
 def cut(tensor: Tensor, order: tuple[int, ...]) -> Tensor:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from driftlab.fold.layout import Layout, named_tensors
+from driftlab.fold.layout import Layout, Rewrite, named_tensors
 from driftlab.process import random_state_kept
 
 # 0 and 1 are what a rewrite fills in of its own (new biases, BatchNorm's ones), so no tag is one of them.
@@ -16,7 +15,7 @@ FIRST_TAG = 2
 
 
 def positions_by_tags(
-    reference: nn.Module, rewrite: Callable[[nn.Module], nn.Module], layout: Layout
+    reference: nn.Module, rewrite: Rewrite, layout: Layout
 ) -> tuple[dict[str, Tensor], list[str]]:
     """The position in ``layout`` of every element of the reference's tensors, as far as tags show it.
 

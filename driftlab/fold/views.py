@@ -7,19 +7,16 @@ one. So positions become strided views, concatenated along one dimension, and ar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from driftlab.fold.layout import Layout
+from driftlab.fold.layout import Layout, Tensors
 
 # More pieces than this are quicker to gather than to concatenate.
 MOST_PIECES = 64
-
-Tensors = Mapping[str, Tensor]
 
 
 @dataclass(eq=False)

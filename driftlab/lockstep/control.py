@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import nn
 
 from driftlab.arithmetic.units import unless_zero
+from driftlab.fold.layout import index_of
 from driftlab.network.calling import step_seed
 from driftlab.words import DiagnoseError
 
@@ -51,7 +51,7 @@ def nudge(module: nn.Module, seed: int) -> str:
     flat = parameter.detach().reshape(-1)
     nonzero = flat.nonzero().flatten()
     index = int(nonzero[int(torch.randint(len(nonzero), (1,), generator=generator))])
-    position = tuple(int(i) for i in np.unravel_index(index, parameter.shape))
+    position = index_of(index, parameter.shape)
     with torch.no_grad():
         parameter[position] = torch.nextafter(flat[index], flat[index] * torch.inf)
     return f"{name}[{index}]"
