@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from traceback import walk_tb
@@ -113,6 +114,15 @@ def not_ours(error: BaseException) -> None:
     """For whoever takes any error of a stranger's code for an answer: raises a mistake of our own again."""
     if isinstance(error, _MISTAKES) and is_ours(error):
         raise error
+
+
+@contextmanager
+def unless_ours() -> Iterator[None]:
+    """What a stranger's code raises inside ends that and no more; a mistake of our own is raised again."""
+    try:
+        yield
+    except Exception as error:
+        not_ours(error)
 
 
 def described(error: BaseException, length: int = 150) -> str:

@@ -17,7 +17,7 @@ from driftlab.arithmetic.integers import IntegerPair, operand_bits
 from driftlab.arithmetic.local import Local
 from driftlab.arithmetic.passes import CannotRunError, Recorded
 from driftlab.arithmetic.sizes import batch_of, other_sizes, other_values, with_gradients, without_ties, zeros
-from driftlab.blame import not_ours
+from driftlab.blame import unless_ours
 from driftlab.fold.layout import FoldError
 
 
@@ -82,15 +82,9 @@ def _others(
         return torch.randn(tensor.shape, generator=generator)
 
     for inputs, other in (*other_sizes(call), *other_values(call), zeros(call)):
-        try:
-            yield (
-                inputs,
-                with_gradients(mine, other, noise),
-                ("forward", "eval") if "zeros" in inputs else None,
-            )
-        except Exception as error:  # the reference does not take this size: it says nothing
-            not_ours(error)
-            continue
+        passes = ("forward", "eval") if "zeros" in inputs else None
+        with unless_ours():  # where the reference does not take this size, it says nothing
+            yield inputs, with_gradients(mine, other, noise), passes
 
 
 def _compared(local: Local, name: str, inputs: str, call: Recorded, passes, found: Rewritten) -> None:
@@ -132,12 +126,10 @@ def _integers(local: Local, name: str, call: Recorded, found: Rewritten) -> None
         return
     applicable = False
     for sized in _integer_calls(call):
-        try:
+        seen = None
+        with unless_ours():  # refused by the reference, or by the candidate: other sizes say which
             integers = pair.inputs(sized, pair.small)
             seen = pair.exactness(integers)
-        except Exception as error:  # refused by the reference, or by the candidate: other sizes say which
-            not_ours(error)
-            continue
         if seen is None:
             continue
         applicable = True

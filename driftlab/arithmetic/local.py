@@ -19,7 +19,7 @@ from driftlab.arithmetic.passes import CannotRunError, Recorded, on_batch, run
 from driftlab.arithmetic.quantities import used_outputs
 from driftlab.arithmetic.recording import chosen, in_sequence, record
 from driftlab.arithmetic.sizes import batch_of, without_ties
-from driftlab.blame import not_ours
+from driftlab.blame import unless_ours
 from driftlab.fold import Fold
 from driftlab.fold.layout import relative_distance
 from driftlab.network.calling import tensors_in
@@ -182,11 +182,9 @@ class Local:
 def local_calls(pair: Pair, batch: tuple[object, object]) -> Local:
     """Every pair of modules, with what the reference's module is given on this batch."""
     calls = record(pair.reference, on_batch(pair, batch), pair.seed)
-    try:
+    theirs = None
+    with unless_ours():  # code may take no hooks (vmap)
         theirs = record(pair.candidate, on_batch(pair, batch), pair.seed)
-    except Exception as error:  # code that takes no hooks (vmap)
-        not_ours(error)
-        theirs = None
     both = pair.reference, pair.candidate, pair.fold, pair.counterparts
     return Local(*both, calls, theirs, pair.seed, pair.comparable, pair.judged)
 

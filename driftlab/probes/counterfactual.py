@@ -12,7 +12,7 @@ from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.quantities import read_both
 from driftlab.arithmetic.stopped import Stop, stopped
 from driftlab.arithmetic.tracing import FORWARD, flow_of
-from driftlab.blame import not_ours
+from driftlab.blame import unless_ours
 from driftlab.network.pair import Pair
 from driftlab.probes.examination import Examination
 
@@ -29,16 +29,14 @@ def gradient_stop(found: Examination, wrong: list[Difference]) -> Stop | None:
         return None
     if any(_untied(pair, d.name) for d in wrong):  # what is lacked is sent to another weight
         return None
-    try:
+    with unless_ours():  # a module may take no hooks, a function may not be watched
         mine, theirs = (
             {n: t.cpu() for pass_ in BACKWARD for n, t in read[pass_].items()}
             for read in _both(found, arithmetic, evaluate=False)
         )
         lacks = {n: mine[n] - theirs[n] for n in mine.keys() & theirs.keys()}
         return stopped(pair.reference, whole, arithmetic, pair.seed, lacks)
-    except Exception as error:  # a module that takes no hooks, a function that cannot be watched
-        not_ours(error)
-        return None
+    return None
 
 
 def changed_call(found: Examination, difference: Difference, place: str) -> Mutant | None:
@@ -52,7 +50,7 @@ def changed_call(found: Examination, difference: Difference, place: str) -> Muta
     if any(p.device.type != "cpu" for p in pair.reference.parameters()):
         return None  # a mistaken index ends everything that runs on a GPU
     arithmetic = "float64" if found.float64 and difference.excess("float64") > 1 else arithmetic  # the faster
-    try:
+    with unless_ours():
         mine, theirs = (read[pass_] for read in _both(found, arithmetic, evaluate=pass_ == "eval"))
         wrong = {d.name: d for d in found.network.differences if d.pass_ == pass_ and d.name in mine}
         order = sorted(wrong, key=lambda name: (name == LOSS, name != difference.name))
@@ -64,10 +62,8 @@ def changed_call(found: Examination, difference: Difference, place: str) -> Muta
             if n in theirs
         ]
         fit = fitting(cases, flow_of(pair.candidate, found.whole, arithmetic, pass_, pair.seed))
-    except Exception as error:
-        not_ours(error)
-        return None
-    return next((m for m in fit if m.scope == place), next(iter(fit), None))
+        return next((m for m in fit if m.scope == place), next(iter(fit), None))
+    return None
 
 
 def _both(found: Examination, arithmetic: str, evaluate: bool) -> tuple[dict, dict]:

@@ -6,15 +6,15 @@ backward and in eval mode.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from driftlab.arithmetic.difference import PASSES, distance, same_values
 from driftlab.arithmetic.passes import Passes, Recorded, own_inputs, run
-from driftlab.blame import not_ours
+from driftlab.blame import unless_ours
 from driftlab.network.calling import copied, named_leaves, seed_random_layers
 from driftlab.network.compiled import comes_by_compiled, compiled_parts, is_scripted
 from driftlab.probes.examination import Examination
@@ -90,15 +90,12 @@ def _outputs(network: nn.Module, whole: Recorded, seed: int, mode: str) -> list[
     if mode == "eval":
         network.eval()
 
-    def keep(name: str) -> Callable:
-        def hook(module: nn.Module, args: tuple, output: object) -> None:
-            seen.append((name, [t.detach().clone() for t in named_leaves(output).values()]))
-
-        return hook
+    def keep(name: str, module: nn.Module, args: tuple, output: object) -> None:
+        seen.append((name, [t.detach().clone() for t in named_leaves(output).values()]))
 
     for name, module in network.named_modules():
         if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-            module.register_forward_hook(keep(name))
+            module.register_forward_hook(partial(keep, name))
     seed_random_layers(seed)
     with torch.no_grad():
         whole.called(network, own_inputs(whole))
@@ -134,11 +131,9 @@ def _is_compiled(network: nn.Module, whole: Recorded) -> bool:
         with torch.no_grad():
             return whole.called(copied(network), own_inputs(whole))
 
-    try:
+    with unless_ours():  # what it raises here, it raises when it is asked
         return bool(compiled_parts(network)) or comes_by_compiled(forward)
-    except Exception as error:  # what it raises here, it raises when it is asked
-        not_ours(error)
-        return False
+    return False
 
 
 def _accused(found: Examination, role: str, wobble: Wobble) -> Finding:

@@ -8,7 +8,7 @@ from driftlab.arithmetic.constants import own_constants
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import BACKWARD, SAME_BORDERS, first_wrong
 from driftlab.arithmetic.tracing import FORWARD, Traced, parting
-from driftlab.blame import not_ours
+from driftlab.blame import unless_ours
 from driftlab.fold import Fold
 from driftlab.network.modules import common_parent, lies_in, only_holds
 from driftlab.network.pair import Pair
@@ -188,19 +188,17 @@ def _parted(found: Examination, pass_: str, wrong: list[Difference]) -> tuple[st
     theirs = [s for n in ends for s in pair.fold.sources(n) or (n,)]
     own = {other: name for name, other in pair.counterparts.items()}
     reference = Traced(pair.reference, ends, local.right, own_constants(pair, "reference"))
-    right = lambda name: name in own and local.right(own[name])  # noqa: E731
-    candidate = Traced(pair.candidate, theirs, right, own_constants(pair, "candidate"))
+    constants = own_constants(pair, "candidate")
+    candidate = Traced(pair.candidate, theirs, lambda n: n in own and local.right(own[n]), constants)
     return _followed(found, reference, candidate, arithmetic, pass_)
 
 
 def _followed(
     found: Examination, reference: Traced, candidate: Traced, arithmetic: str, pass_: str
 ) -> tuple[str, str | None] | None:
-    try:
+    with unless_ours():  # a module may take no hooks, a kernel may not be watched
         return parting(reference, candidate, found.whole, arithmetic, pass_, found.pair.seed, found.pair.fold)
-    except Exception as error:  # a module that takes no hooks, or a kernel that cannot be watched
-        not_ours(error)
-        return None
+    return None
 
 
 def bits_lost(found: Examination, narrow: list[Difference]) -> Place:
