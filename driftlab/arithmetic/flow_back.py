@@ -7,15 +7,16 @@ is that module's, what goes into one is its caller's.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.flow import Flow, Value
 from driftlab.arithmetic.prints import Prints, prints
+from driftlab.network.calling import tensors_in
 from driftlab.network.modules import common
 
 Gradients = tuple[list[Prints | None], list[Prints | None]]
@@ -30,7 +31,7 @@ class Steps:
 
     def claim(self, tensors: object, scope: str) -> None:
         """What led to ``tensors`` and is nobody's yet."""
-        steps = [t.grad_fn for t in pytree.tree_leaves(tensors) if isinstance(t, Tensor)]
+        steps = [t.grad_fn for t in tensors_in(tensors)]
         while steps:
             step = steps.pop()
             if step is not None and step not in self.scopes:
@@ -39,13 +40,10 @@ class Steps:
 
     def watch(self) -> None:
         for step in self.scopes:
-            step.register_hook(self._keeper(step))
+            step.register_hook(partial(self._keep, step))
 
-    def _keeper(self, step: Any) -> Callable:
-        def keep(sent: tuple, got: tuple) -> None:
-            self.ran[step] = _all(got), _all(sent)
-
-        return keep
+    def _keep(self, step: Any, sent: tuple, got: tuple) -> None:
+        self.ran[step] = _all(got), _all(sent)
 
     def flow(self, leaves: Mapping[str, Tensor]) -> Flow:
         """Results are the gradients of ``leaves``, by their names."""

@@ -58,16 +58,13 @@ def _worst(found: list[Difference]) -> dict[str, float | None]:
     """Of the quantity that rounding explains least, in units of that quantity."""
     exact = next((a for a in ("shadow", "float64") if all(a in d.apart for d in found)), None)
     worst = max(found, key=lambda d: (d.excess(exact or "float32"), _relative(d, d.apart["float32"])))
-    return {
-        "float32": _digits(_relative(worst, worst.apart["float32"])),
-        "exact": _digits(_relative(worst, worst.apart[exact])) if exact else None,
-        "float32_explained": _digits(
-            _relative(worst, worst.precision.narrower * (worst.expected_error or math.inf))
-        )
-        if exact
-        else None,
-        "exact_explained": _digits(_relative(worst, _explained(worst, exact))) if exact else None,
-    }
+    sizes = {"float32": worst.apart["float32"]}
+    if exact:
+        explained = worst.precision.narrower * (worst.expected_error or math.inf)
+        sizes |= {"exact": worst.apart[exact], "float32_explained": explained}
+        sizes |= {"exact_explained": _explained(worst, exact)}
+    unknown = dict.fromkeys(("float32", "exact", "float32_explained", "exact_explained"))
+    return unknown | {name: float(f"{_relative(worst, size):.3g}") for name, size in sizes.items()}
 
 
 def _relative(d: Difference, size: float) -> float:
@@ -79,7 +76,3 @@ def _explained(d: Difference, arithmetic: str) -> float:
     """The difference at which ``excess`` is 1."""
     one = replace(d, apart={arithmetic: 1.0}).excess(arithmetic)
     return 1 / one if one else math.inf
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.3g}")

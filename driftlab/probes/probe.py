@@ -86,14 +86,14 @@ class Probe:
         """The question does not arise for this pair."""
         return self.finding(None, None, reason, status=Status.NOT_APPLICABLE, **names)
 
-    def refused(self, error: BaseException, **names: str) -> Finding:
+    def refused(self, error: BaseException) -> Finding:
         """The pair's own code raised, so that it could not be asked."""
-        return self.finding(None, None, f"not asked: {described(error)}", status=Status.REFUSED, **names)
+        return self.finding(None, None, f"not asked: {described(error)}", status=Status.REFUSED)
 
-    def failed(self, error: BaseException, **names: str) -> Finding:
+    def failed(self, error: BaseException) -> Finding:
         """driftlab's own code raised: no verdict that needs the answer stands."""
         says = f"failed in driftlab's own code, please report it: {described(error)}"
-        return self.finding(None, None, says, status=Status.FAILED, **names)
+        return self.finding(None, None, says, status=Status.FAILED)
 
     def again(self, finding: Finding) -> Finding:
         """A finding of another probe, as this one's: the same question, asked of something else."""
