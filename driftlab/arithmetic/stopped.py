@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from driftlab.arithmetic.call_modes import Key, Operands, Undetached
 from driftlab.arithmetic.flow import Scopes
 from driftlab.arithmetic.passes import Recorded, computing, fresh_inputs, in_arithmetic, own_copies
-from driftlab.arithmetic.shadow import held
+from driftlab.arithmetic.shadow import held, plain
+from driftlab.fold.layout import gradient_of
 from driftlab.network.calling import copied, seed_random_layers
 from driftlab.network.modules import common, is_torchs
 
@@ -132,7 +133,7 @@ class _Ways:
                     found.clear()
                     return
                 before = found[key].sent if key in found else 0.0
-                found[key] = _Operand(scope, function, weight, before + held(gradient).detach().double())
+                found[key] = _Operand(scope, function, weight, before + plain(gradient))
 
             alias = tensor.view_as(tensor)
             alias.register_hook(keep)
@@ -143,7 +144,7 @@ class _Ways:
 
     def _directions(self, lacks: Mapping[str, Tensor]) -> Iterator[Gradients]:
         """Each as large as the weights are, and around 1 where these are 0, as some are at first."""
-        own = {name: held(tensor).detach().double() for name, tensor in self._network.named_parameters()}
+        own = {name: plain(tensor) for name, tensor in self._network.named_parameters()}
         sizes = {name: float(own[name].square().mean().sqrt()) or 1.0 for name in lacks if name in own}
         generator = torch.Generator().manual_seed(0)
         for _ in range(DIRECTIONS):
@@ -167,7 +168,7 @@ class _Ways:
 
         def look(key: Key, function: str, tensor: Tensor) -> Tensor:
             if key in operands and tensor.shape == operands[key].sent.shape:
-                found[key] = float((held(tensor).detach().double() * operands[key].sent).sum())
+                found[key] = float((plain(tensor) * operands[key].sent).sum())
             return tensor
 
         self._run(Operands(look), {name: by * move for name, move in along.items()}, backward=False)
@@ -209,7 +210,7 @@ class _Ways:
             if not backward:
                 return {}
             self._whole.measured(twin, outputs, self._arithmetic).backward()
-        return {name: _gradient(leaf) for name, leaf in named.items()}
+        return {name: plain(gradient_of(leaf)).cpu() for name, leaf in named.items()}
 
 
 def _agree(shares: list[float]) -> bool:
@@ -219,11 +220,6 @@ def _agree(shares: list[float]) -> bool:
 
 def _norm(tensors: Mapping[str, Tensor]) -> float:
     return sum(float(t.square().sum()) for t in tensors.values()) ** 0.5
-
-
-def _gradient(leaf: Tensor) -> Tensor:
-    gradient = leaf.grad if leaf.grad is not None else torch.zeros_like(leaf)
-    return held(gradient).detach().double().cpu()
 
 
 def _words(operand: _Operand, share: float) -> str:
