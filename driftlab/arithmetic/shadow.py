@@ -20,8 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from driftlab.arithmetic.shadow_rules import is_view
-from driftlab.arithmetic.shadow_tensor import HALVES, WIDE, Bits, Native, Shadow, run_operation
+from driftlab.arithmetic.shadow_tensor import HALVES, WIDE, Bits, Native, Shadow, is_view, run_operation
 from driftlab.arithmetic.units import by_one_unit
 from driftlab.network.calling import carry_hooks, copied
 from driftlab.network.compiled import DispatchMode, eager

@@ -10,20 +10,31 @@ import torch
 from torch import Tensor
 
 from driftlab.arithmetic.draws import DRAWING, drawn
-from driftlab.arithmetic.shadow_rules import (
-    BITWISE,
-    EXACT,
-    GRIDS,
-    ROUND,
-    ROUND_IN_PLACE,
-    ROUNDED,
-    is_view,
-)
 
 WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128, torch.complex64: torch.complex128}
 HALVES = (torch.float32, torch.float16, torch.bfloat16)
 WIDE |= dict.fromkeys(HALVES, torch.float64)
 _aten = torch.ops.aten
+
+# Rounding to a grid is the identity here: fake quantisation is precision, not function.
+_ROUND = (_aten.round.default, _aten.round.decimals)
+_ROUND_IN_PLACE = (_aten.round_.default, _aten.round_.decimals)
+_GRIDS = (
+    *_ROUND,
+    _aten.fake_quantize_per_tensor_affine_cachemask.default,
+    _aten.fake_quantize_per_channel_affine_cachemask.default,
+)
+# torch's own kernel holds its 1/6 in float32, in float64 too.
+_EXACT = {
+    _aten.hardsigmoid_backward.default: lambda g, x: torch.where(
+        (x > -3) & (x < 3), g / 6, torch.zeros_like(g)
+    ),
+}
+_BITWISE = {"bitwise_and", "bitwise_or", "bitwise_xor", "__rshift__", "__lshift__", "__and__", "__or__"}
+_BITWISE |= {f"{name}_" for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "add", "sub")}
+_BITWISE |= {"bitwise_left_shift", "bitwise_right_shift", "add", "sub", "detach", "alias", "clone"}
+# Half of the coarsest step in use (eight bits): what moves a value by more has done something else to it.
+_ROUNDED = 2.0**-5
 
 
 class Native(Flag):
@@ -90,6 +101,12 @@ class Bits(Tensor):
         return run_operation(func, args, kwargs or {})
 
 
+def is_view(func) -> bool:
+    """Whether what an operation returns lies in the memory of an argument, and nothing is written."""
+    returned = [r.alias_info for r in func._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in returned)
+
+
 def _mapped(change: Callable, values: object):
     """``values`` with each leaf changed. Of lists, tuples and dicts alone, which is what operations take and
     give: torch's own tree_map takes most of the time of an operation on a small tensor.
@@ -109,9 +126,9 @@ def _leaves(*values: object) -> list:
 
 def run_operation(func, args: tuple, kwargs: dict):
     """One operation of torch, on what shadows hold; its floating results are shadows."""
-    if func in ROUND_IN_PLACE and isinstance(args[0], Shadow):
+    if func in _ROUND_IN_PLACE and isinstance(args[0], Shadow):
         return args[0]
-    if func in GRIDS and isinstance(args[0], Tensor):
+    if func in _GRIDS and isinstance(args[0], Tensor):
         return _rounded(func, args)
     if func is _aten.view.dtype and isinstance(args[0], Shadow | Bits):
         return _reinterpreted(args[0], args[1])
@@ -182,7 +199,7 @@ def _computed(func, args: tuple, kwargs: dict):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # what integers, and numbers written down, become
     try:
-        return EXACT.get(func, func)(*args, **kwargs)
+        return _EXACT.get(func, func)(*args, **kwargs)
     finally:
         torch.set_default_dtype(before)
 
@@ -264,7 +281,7 @@ def _rounded(func: Callable, args: tuple):
     if not isinstance(tensor, Shadow):
         return func(*args)
     same = Shadow(tensor.held.clone(), tensor.dtype)
-    if func in ROUND:
+    if func in _ROUND:
         return same
     return same, torch.ones_like(tensor.held, dtype=torch.bool)
 
@@ -277,7 +294,7 @@ def _reinterpreted(tensor: Shadow | Bits, dtype: torch.dtype) -> Tensor:
         value, source = tensor.bits.view(dtype).double(), tensor.source.held
         if value.shape != source.shape:
             return Shadow(value, dtype)
-        near = (value - source).abs() <= ROUNDED * source.abs()
+        near = (value - source).abs() <= _ROUNDED * source.abs()
         return Shadow(torch.where(near, source, value), dtype)
     if dtype.is_floating_point:
         return Shadow(tensor.held.clone(), dtype)
@@ -288,6 +305,6 @@ def _on_bits(func, leaves: list, args: tuple, kwargs: dict):
     source = next(leaf.source for leaf in leaves if isinstance(leaf, Bits))
     args, kwargs = _mapped(lambda leaf: leaf.bits if isinstance(leaf, Bits) else leaf, (args, kwargs))
     out = func(*args, **kwargs)
-    if isinstance(out, Tensor) and func._opname in BITWISE and out.shape == source.shape:
+    if isinstance(out, Tensor) and func._opname in _BITWISE and out.shape == source.shape:
         return Bits(out, source)
     return out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from driftlab.arithmetic.accused import Accused, accused, worst_element
 from driftlab.arithmetic.difference import Difference
-from driftlab.arithmetic.explaining import explained
+from driftlab.arithmetic.explanations import explained
 from driftlab.arithmetic.local import FEW_SAMPLES, Local
 from driftlab.arithmetic.locating import BACKWARD
 from driftlab.arithmetic.naming import LOSS
