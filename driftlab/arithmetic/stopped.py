@@ -87,6 +87,8 @@ class _Ways:
         for name, module in self._modules.items():  # before it is at work: what its caller hands on
             if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                 module.register_forward_pre_hook(self._handing_on(name), with_kwargs=True)
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                module.sparse = False  # which is how a gradient is stored; none comes sparse by an alias
         self._scopes = Scopes(self._network)
         self._whole, self._arithmetic, self._seed = whole, arithmetic, seed
 

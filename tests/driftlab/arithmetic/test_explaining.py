@@ -173,6 +173,37 @@ def test_the_worst_element_and_how_many_exceed():
     assert "its shape is [8, 1, 6], not [8, 5, 6]" in shapes
 
 
+class Foreign(torch.autograd.Function):
+    """A kernel that shadow execution cannot follow: it goes by numpy."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.from_numpy(x.detach().numpy() * 2)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Table(nn.Module):
+    """Sends sparse gradients to its table, part of them by way of ``handed``."""
+
+    def __init__(self, handed):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.layer, self.handed = nn.Embedding(9, 6, sparse=True), nn.Linear(6, 6), handed
+
+    def forward(self, x):
+        h = self.table(x).mean(1)
+        return Foreign.apply(h + self.layer(self.handed(h)))
+
+
+def test_a_stop_is_told_of_gradients_that_come_sparse():
+    tokens = torch.randint(9, (5, 7), generator=torch.Generator().manual_seed(0))
+    message = said(Table(lambda h: h), Table(torch.detach), tokens)
+    assert "detached there, would do that" in message
+
+
 class Sequence(nn.Module):
     """A language model that makes its own loss of its labels, ``by`` positions on."""
 
