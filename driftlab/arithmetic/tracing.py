@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from driftlab.arithmetic.cone import Cone
 from driftlab.arithmetic.constants import WITHIN, nudged
-from driftlab.arithmetic.flow import Flow, Recorder, Scopes
-from driftlab.arithmetic.flow_back import Steps
+from driftlab.arithmetic.flow import Flow, Recorder, Scopes, Steps
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.passes import Recorded, computing, in_arithmetic, own_inputs
 from driftlab.arithmetic.prints import AGREE
