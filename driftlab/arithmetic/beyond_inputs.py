@@ -90,7 +90,7 @@ def _others(
 def _compared(local: Local, name: str, inputs: str, call: Recorded, passes, found: Rewritten) -> None:
     options = {"prefixes": local.prefixes(name), "seed": local.seed, "evaluate": False}
     try:
-        compared = compare(*local.pair(name), call, local.fold, **options)
+        compared = compare(*local.pair(name), call, local.read, **options)
     except CannotRunError as error:
         found.refused.append(f"{name} at {inputs}: {error}")
         return

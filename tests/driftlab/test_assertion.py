@@ -95,6 +95,29 @@ def test_the_size_at_which_it_is_wrong_need_not_be_the_one_that_was_given():
         )
 
 
+class Doubled(nn.Module):
+    """Holds a layer's weight times ``times``, which is taken back where it is used."""
+
+    def __init__(self, linear, times=2.0, taken=2.0):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(times * linear.weight.detach()), linear.bias
+        self.taken = taken
+
+    def forward(self, x):
+        return F.linear(x, self.weight / self.taken, self.bias)
+
+
+def test_a_matrix_in_another_form_has_another_gradient_at_every_size_and_is_right():
+    def network(rewrite):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), rewrite(nn.Linear(8, 6)), nn.Linear(6, 3))
+
+    x = torch.randn(12, 6)
+    assert_equivalent(network(lambda layer: layer), network(Doubled), x)
+    with pytest.raises(AssertionError, match="the forward of 2"):
+        assert_equivalent(network(lambda layer: layer), network(lambda layer: Doubled(layer, taken=1.9)), x)
+
+
 def test_eval_mode_counts():
     class Forgetful(nn.BatchNorm2d):
         def forward(self, x):
