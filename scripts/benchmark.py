@@ -208,14 +208,24 @@ def _bare_seed(overrides: list[str], seed: int) -> float:
         return time.process_time() - began
 
 
-# Of a network of width 8 or more.
-FIVE = [f"{{target: models.rewrites.split_conv.split_conv, options: {{dim: {d}, parts: {n}}}}}"
-        for d, n in (("out", 2), ("out", 4), ("out", 8), ("in", 2), ("in", 4))]  # fmt: skip
+def _split(**options: object) -> str:
+    given = ", ".join(f"{name}: {value}" for name, value in options.items())
+    return f"{{target: models.rewrites.split_conv.split_conv, options: {{{given}}}}}"
 
 
-def together(overrides: list[str], seeds: int, repeats: int) -> list[float]:
+# Five of the whole network (width 8 or more), which cost up to five times the reference, or of a layer each.
+FIVE = {
+    "network": [
+        _split(dim=d, parts=n) for d, n in (("out", 2), ("out", 4), ("out", 8), ("in", 2), ("in", 4))
+    ],
+    "layer": [_split(dim="out", parts=2, match=f"layer{n}.0.conv1") for n in (1, 2, 3, 4)]
+    + [_split(dim="in", parts=2, match="layer1.0.conv1")],
+}
+
+
+def together(rewrites: list[str], overrides: list[str], seeds: int, repeats: int) -> list[float]:
     """Processor time of five rewrites in one command over that of five commands, in turns."""
-    ratios, one, five = [], [FIVE], [[rewrite] for rewrite in FIVE]
+    ratios, one, five = [], [rewrites], [[rewrite] for rewrite in rewrites]
     for repeat in range(repeats):
         sides = [lambda: _of_rewrites(overrides, seeds, one), lambda: _of_rewrites(overrides, seeds, five)]
         found = {side: sides[side]() for side in ((0, 1) if repeat % 2 else (1, 0))}
@@ -223,11 +233,11 @@ def together(overrides: list[str], seeds: int, repeats: int) -> list[float]:
     return ratios
 
 
-def floor(overrides: list[str], images: Images) -> float:
+def floor(rewrites: list[str], overrides: list[str], images: Images) -> float:
     """The same ratio of the arms' bare loops alone, which no sharing can come below."""
     torch.set_num_threads(1)
     shared, candidates = [], []
-    for rewrite in FIVE:
+    for rewrite in rewrites:
         lockstep, batches, _ = build(settings_of([f"rewrite={rewrite}", *overrides]), images, 0)
         spent = Counter()
         for arm in lockstep.arms:
@@ -267,6 +277,28 @@ def say_whole(overrides: list[str], seeds: int, repeats: int) -> None:
         print(f"  {part}: {share:.2f} of the bare loops", flush=True)
 
 
+def say_rewrites(rewrites: list[str], overrides: list[str], seeds: int, repeats: int) -> None:
+    ratios = together(rewrites, overrides, seeds, repeats)
+    spread = f"n = {len(ratios)}, {min(ratios):.3f}..{max(ratios):.3f}"
+    print(f"five rewrites in one command over five commands: {median(ratios):.3f} ({spread})", flush=True)
+    least = floor(rewrites, overrides, load_images(settings_of(overrides), Terminal().say))
+    print(f"  of the bare loops of their arms alone: {least:.3f}", flush=True)
+
+
+def say_loops(overrides: list[str], repeats: int) -> None:
+    for name, case in CASES.items():
+        settings = settings_of([*overrides, *case])
+        ratios, bare = compare(settings, load_images(settings, Terminal().say), repeats)
+        spread = f"n = {len(ratios)}, {min(ratios):.3f}..{max(ratios):.3f}"
+        print(f"{name}: {median(ratios):.3f} ({spread}; bare loops {bare:.1f} s)", flush=True)
+
+
+def say_commands(logger: str) -> None:
+    smoke = ["+experiment=split_conv", "scale=smoke", "data=shapes", f"logger={logger}"]
+    for arguments in (["--help"], smoke):
+        print(f"python train.py {' '.join(arguments)}: {command_seconds(arguments, 3):.1f} s", flush=True)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
@@ -274,42 +306,29 @@ def main() -> int:
     parser.add_argument("--data", default="cifar10")
     parser.add_argument("--logger", default="wandb")
     parser.add_argument("overrides", nargs="*", help="settings as for train.py, for example steps=40")
-    parser.add_argument("--seeds", type=int, default=4, help="of the whole command")
+    parser.add_argument("--seeds", type=int, default=4, help="of the whole command, and of rewrites")
     parser.add_argument("--whole", action="store_true", help="the whole command alone")
-    parser.add_argument("--rewrites", action="store_true", help="five rewrites in one command alone")
+    parser.add_argument("--loop", action="store_true", help="the stepping loop alone")
+    parser.add_argument("--rewrites", choices=FIVE, help="five rewrites in one command alone, of what")
     options = parser.parse_args()
-    common = [f"scale={options.scale}", f"data={options.data}", f"logger={options.logger}"]
-    with faster(settings_of([*common, *options.overrides]).fast_float64):
-        return measure(options, common)
-
-
-def measure(options: argparse.Namespace, common: list[str]) -> int:
-    _adopt_orphans()
-    if options.rewrites:
-        ratios = together([*common, *options.overrides], options.seeds, options.repeats)
-        spread = f"n = {len(ratios)}, {min(ratios):.3f}..{max(ratios):.3f}"
-        print(f"five rewrites in one command over five commands: {median(ratios):.3f} ({spread})", flush=True)
-        own = [*common, *options.overrides]
-        least = floor(own, load_images(settings_of(own), Terminal().say))
-        print(f"  of the bare loops of their arms alone: {least:.3f}")
-        return 0
-    say_whole([*common, *options.overrides], options.seeds, options.repeats)
-    if options.whole:
-        return 0
-    for name, overrides in CASES.items():
-        settings = settings_of([*common, *options.overrides, *overrides])
-        images = load_images(settings, Terminal().say)
-        ratios, bare = compare(settings, images, options.repeats)
-        spread = f"{min(ratios):.3f}..{max(ratios):.3f}"
-        print(
-            f"{name}: {median(ratios):.3f} (n = {len(ratios)}, {spread}; bare loops {bare:.1f} s)", flush=True
-        )
-    for arguments in (
-        ["--help"],
-        ["+experiment=split_conv", "scale=smoke", "data=shapes", f"logger={options.logger}"],
-    ):
-        print(f"python train.py {' '.join(arguments)}: {command_seconds(arguments, 3):.1f} s", flush=True)
+    own = [f"scale={options.scale}", f"data={options.data}", f"logger={options.logger}", *options.overrides]
+    with faster(settings_of(own).fast_float64):
+        measure(options, own)
     return 0
+
+
+def measure(options: argparse.Namespace, overrides: list[str]) -> None:
+    """All but rewrites, or what is asked for."""
+    _adopt_orphans()
+    everything = not (options.whole or options.loop or options.rewrites)
+    if options.rewrites:
+        say_rewrites(FIVE[options.rewrites], overrides, options.seeds, options.repeats)
+    if options.whole or everything:
+        say_whole(overrides, options.seeds, options.repeats)
+    if options.loop or everything:
+        say_loops(overrides, options.repeats)
+    if everything:
+        say_commands(options.logger)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ def test_pooled_size_is_what_the_layers_leave(height, width):
 
 
 def test_each_puzzle_is_scored_by_itself_and_the_order_of_its_tiles_counts():
+    torch.manual_seed(1)  # of one in twelve so thin networks, as of 0, all units of a layer are dead
     net, puzzles = GroupedNet(**THIN).double(), torch.randn(3, 4, 3, 53, 35).double()
     scores = net(puzzles)
     assert torch.allclose(scores[1:2], net(puzzles[1:2]))

@@ -96,20 +96,25 @@ def test_figures_are_not_drawn_through_a_link(run, mine):
 READERS = ["judge.py", "figures.py", "publish.py"]
 
 
-def refusals(run):
+@pytest.fixture
+def refusals(forked):
     """What each script says in its last line; none may have left anything."""
-    before = sorted(run.rglob("*"))
-    lines = []
-    for name in READERS:
-        refused = script(name, run)
-        assert (refused.returncode, "Traceback" in refused.stderr) == (2, False), refused.stderr
-        lines.append(refused.stderr + refused.stdout)
-    assert sorted(run.rglob("*")) == before
-    return lines
+
+    def said(run):
+        before = sorted(run.rglob("*"))
+        lines = []
+        for name in READERS:
+            refused = forked.run(run, program=f"scripts/{name}")
+            assert (refused.status, "Traceback" in refused.stderr) == (2, False), refused.stderr
+            lines.append(refused.stderr + refused.stdout)
+        assert sorted(run.rglob("*")) == before
+        return lines
+
+    return said
 
 
 @pytest.mark.parametrize("name", ["seed=0", "seed=0/curves.csv", "seed=0/run.json", "experiment.yaml"])
-def test_no_link_in_a_run_is_followed(make_run, tmp_path, name):  # noqa: F811
+def test_no_link_in_a_run_is_followed(make_run, refusals, tmp_path, name):  # noqa: F811
     run = make_run(seeds=(0,))
     (run / name).rename(tmp_path / "outside")
     (run / name).symlink_to(tmp_path / "outside")
@@ -132,13 +137,13 @@ def test_a_run_of_ones_own_may_keep_its_seeds_elsewhere(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/tmp/evil", "..", ""])
-def test_a_name_that_is_a_path_is_refused_by_all(make_run, tmp_path, name):  # noqa: F811
+def test_a_name_that_is_a_path_is_refused_by_all(make_run, refusals, tmp_path, name):  # noqa: F811
     run = make_run(folder=tmp_path / "run", name=name)
     assert all("is no folder's name" in said for said in refusals(run))
 
 
 @pytest.mark.parametrize("kind", ["a pipe", "large", "missing"])
-def test_settings_that_cannot_be_read_are_refused_by_all(make_run, kind):  # noqa: F811
+def test_settings_that_cannot_be_read_are_refused_by_all(make_run, refusals, kind):  # noqa: F811
     run = make_run()
     file = run / "experiment.yaml"
     file.unlink()
