@@ -152,20 +152,19 @@ def results_of(twin: nn.Module, whole: Recorded, arithmetic: str, pass_: str, se
     with computing(arithmetic):
         given = own_inputs(whole, arithmetic)
         seed_random_layers(seed)
-        ends, loss = _ends(twin, whole, given, arithmetic, pass_ == "eval")
-    ends |= {} if loss is None else {LOSS: loss}
+        ends = _ends(twin, whole, given, arithmetic, pass_ == "eval")
     return {name: plain(tensor).cpu() for name, tensor in ends.items()}
 
 
 def _ends(
     twin: nn.Module, whole: Recorded, given: tuple, arithmetic: str, evaluate: bool
-) -> tuple[dict[str, Tensor], Tensor | None]:
+) -> dict[str, Tensor]:
     """The outputs by their names, and the loss, which evaluation has not."""
     with evaluation_mode(twin) if evaluate else nullcontext():
         outputs = whole.called(twin, given, arithmetic)
-        measured = not evaluate and whole.loss is not None
-        loss = whole.measured(twin, outputs, arithmetic) if measured else None
-    return named_leaves(outputs), loss
+        if evaluate or whole.loss is None:
+            return named_leaves(outputs)
+        return named_leaves(outputs) | {LOSS: whole.measured(twin, outputs, arithmetic)}
 
 
 def _forward(
@@ -175,8 +174,7 @@ def _forward(
     recorder = Recorder(Scopes(twin), moved)
     recorder.given(list(twin.parameters()), tensors_in(given))
     with recorder:
-        ends, loss = _ends(twin, whole, given, arithmetic, evaluate)
-        ends = ends if loss is None else {"loss": loss} | ends
+        ends = _ends(twin, whole, given, arithmetic, evaluate)
         recorder.flow.results = {name: recorder.number(tensor) for name, tensor in ends.items()}
     recorder.flow.ends = {name: plain(tensor) for name, tensor in ends.items()}
     return recorder.flow
