@@ -238,7 +238,7 @@ def floor(rewrites: list[str], overrides: list[str], images: Images) -> float:
     torch.set_num_threads(1)
     shared, candidates = [], []
     for rewrite in rewrites:
-        lockstep, batches, _ = build(settings_of([f"rewrite={rewrite}", *overrides]), images, 0)
+        lockstep, batches, _ = build(settings_of([f"++rewrite={rewrite}", *overrides]), images, 0)
         spent = Counter()
         for arm in lockstep.arms:
             began = time.process_time()
