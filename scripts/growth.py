@@ -31,6 +31,7 @@ from scripts import growth_page, scale
 from scripts.benchmark import FIVE
 from suite.command.command_line import ROOT
 
+REWRITES = FIVE["network"]
 PAGE = ROOT / "results" / "published" / "growth"
 MEASURED = PAGE / "measured.csv"
 SMALL = {"+experiment": "split_conv", "scale": "small", "data": "cifar10", "logger": "none", "workers": 1}
@@ -81,7 +82,7 @@ AXES = {
     "width": Axis((8, 16, 32, 64), trained(lambda width: BRIEF | {"model.width": width})),
     "steps": Axis((100, 1_000, 10_000), trained(lambda steps: TINY | {"steps": steps})),
     "arms": Axis((3, 6, 9), trained(lambda n: BRIEF | {"float64_steps": 20, "dtypes": DTYPES[n]})),
-    "candidates": Axis((1, 2, 3, 5), trained(lambda n: BRIEF | {"rewrites": f"[{', '.join(FIVE[:n])}]"})),
+    "candidates": Axis((1, 2, 3, 5), trained(lambda n: BRIEF | {"rewrites": f"[{', '.join(REWRITES[:n])}]"})),
     "seeds judged": Axis((1, 10, 100, 1_000, 3_000), judged),
 }
 
