@@ -141,15 +141,8 @@ class Cone:
 
     def _border(self, number: int, inner: Callable[[int], bool]) -> tuple[set[int], set[int]]:
         """What is made of a value as far as it is ``inner``, and what is made of that."""
-        inside = {number}
-
-        def onward(at: int) -> list[int]:
-            if at != number and not inner(at):
-                return []
-            inside.add(at)
-            return self._whole_uses(at)
-
-        return inside, _reached([number], onward) - inside
+        inside = _reached([number], lambda at: filter(inner, self._whole_uses(at)))
+        return inside, {use for at in inside for use in self._whole_uses(at)} - inside
 
     def _whole_uses(self, number: int) -> list[int]:
         """What is made of a value; less its parts, where they are not all of it: of one that is wrong a part

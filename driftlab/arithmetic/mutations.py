@@ -114,7 +114,7 @@ def _terms(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
 def _dims(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """A sum, a mean, a softmax along another dimension."""
     for dim in range(call.tensors[0].dim()) if call.name in _ALONG and call.tensors else ():
-        yield f"`{call.name}` along dimension {dim}", lambda dim=dim: call.along(dim)
+        yield f"`{call.name}` along dimension {dim}", lambda dim=dim: call.with_argument(1, "dim", dim)
 
 
 def _turned(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:

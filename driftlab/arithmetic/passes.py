@@ -277,7 +277,7 @@ def own_copies(values: object) -> object:
 def own_inputs(
     recorded: Recorded, arithmetic: str = "float32", leaves: list[Tensor] | None = None
 ) -> tuple[tuple, dict]:
-    """The same, ready to be handed over: its own copies of the arguments. ``leaves`` as there."""
+    """``fresh_inputs`` ready to be handed over: a network may write into what it is given."""
     return own_copies(fresh_inputs(recorded, arithmetic, [] if leaves is None else leaves))
 
 

@@ -86,10 +86,6 @@ class Call:
 
         return Call(self.function, changed(self.args), changed(self.kwargs))
 
-    def along(self, dim: int) -> Any:
-        """Along another dimension, of a function that takes one."""
-        return self.with_argument(1, "dim", dim)
-
     def number(self) -> tuple[int, float] | None:
         """Where the one number among a tensor's positional arguments stands, and what it is."""
         found = [(i, v) for i, v in enumerate(self.args) if type(v) in (int, float)]
