@@ -2,10 +2,10 @@
 
     python scripts/benchmark.py [--repeats 5] [--data cifar10] [--scale small] [SETTING=VALUE ...]
 
-Each repetition times both sides one after the other, in turns, in this process, on the same machine state:
-the ratio is taken within it, and the median over the repetitions is printed. The bare loop does forward,
-backward and the optimizer's step on its batches, and nothing else. The whole command is measured in processor
-time, from its start to its exit with everything that it starts; its bare loops run as many at a time.
+Each repetition has both sides: the ratio is taken within it, and the median over the repetitions is printed.
+The bare loop does forward, backward and the optimizer's step on its batches, and nothing else. Costs are
+processor time (of loops on a GPU, wall time). The stepping loop and its bare loops take each step in turns.
+A command counts from its start to its exit, with all that it starts; its bare loops run as many at a time.
 """
 
 from __future__ import annotations
@@ -37,14 +37,12 @@ import torch
 from omegaconf import DictConfig
 
 from driftlab.lockstep.arm import Arm
-from driftlab.lockstep.loop import Lockstep
 from driftlab.network.calling import cast
 from driftlab.process.float64_convolutions import computing, faster
 from suite.command.command_line import ROOT
 from suite.command.configuration import composed, resolve
 from suite.command.machine import process_settled
 from suite.data import load_images
-from suite.data.batches import Batches
 from suite.data.images import Images
 from suite.running.building import build
 from suite.running.pool import side_by_side
@@ -67,8 +65,49 @@ def settings_of(overrides: list[str]) -> DictConfig:
     return resolve(composed("+experiment=split_conv", *overrides))
 
 
-def lockstep_seconds(settings: DictConfig, images: Images, home: Path) -> float:
-    """The steps of one seed with everything that a run does between them: logger, recorder, checkpoints."""
+class BareLoops:
+    """The arms by themselves, one after the other, each fetching its own batches as it would alone."""
+
+    def __init__(self, settings: DictConfig, images: Images, seed: int):
+        self.lockstep, self.batches, _ = build(settings, images, seed)
+
+    def run(self) -> None:
+        for arm in self.lockstep.arms:
+            for step in range(arm.horizon + 1):
+                self.step(arm, step)
+
+    def step(self, arm: Arm, step: int) -> None:
+        if step > arm.horizon:
+            return
+        with computing():  # the kernels that the lockstep has
+            inputs, targets = self.batches.batch(step)
+            arm.optimizer.zero_grad()
+            with arm.precision.forward(arm.module):
+                loss = self.lockstep.loss(arm.module(cast(inputs, arm.precision.dtype)), targets)
+            arm.backward(loss)
+            if step < arm.horizon:
+                arm.update()
+
+
+def loops(settings: DictConfig, images: Images, home: Path) -> tuple[float, float]:
+    """Seconds of the lockstep with everything that a run does between its steps (logger, recorder,
+    checkpoints), and of the bare loops, which take each step right after it: what else the machine does slows
+    both. On a GPU the lockstep cannot run ahead so, and costs more than by itself.
+    """
+    on_cpu = settings.device == "cpu"
+    clock = time.process_time if on_cpu else time.perf_counter
+    wait = (lambda: None) if on_cpu else torch.cuda.synchronize
+    bare, seconds = BareLoops(settings, images, 0), 0.0
+
+    def bare_step(step: int) -> None:
+        nonlocal seconds
+        wait()
+        began = clock()
+        for arm in bare.lockstep.arms:
+            bare.step(arm, step)
+        wait()
+        seconds += clock() - began
+
     lockstep, batches, _ = build(settings, images, 0)
     logger = MetricsLogger(settings, "benchmark", 0, home)
     logger.log(0, {})  # starting W&B is no cost of a step
@@ -80,59 +119,25 @@ def lockstep_seconds(settings: DictConfig, images: Images, home: Path) -> float:
         eval_every=0,
         eval_images=1,
         checkpoint_every=settings.checkpoint_every,
-        progress=lambda step, row: None,
+        progress=lambda done, row: bare_step(done - 1),
     )
-    began = time.perf_counter()
+    began = clock()
     fit(lockstep, batches, recorder, 0)
-    _wait(lockstep)
-    seconds = time.perf_counter() - began
+    bare_step(lockstep.steps)
+    both = clock() - began
     logger.finish(
         {"outcome": "finished", "times": {"seconds": 0.0}, "arms": {}, "dataset": {}, "environment": {}}
     )
-    return seconds
-
-
-def bare_seconds(settings: DictConfig, images: Images) -> float:
-    """The same arms one after the other, each fetching its own batches as it would alone."""
-    lockstep, batches, _ = build(settings, images, 0)
-    return sum(_bare_loop(arm, batches, lockstep) for arm in lockstep.arms)
-
-
-def _bare_loop(arm: Arm, batches: Batches, lockstep: Lockstep) -> float:
-    precision, began = arm.precision, time.perf_counter()
-    with computing():  # the kernels that the lockstep has
-        for step in range(arm.horizon + 1):
-            inputs, targets = batches.batch(step)
-            arm.optimizer.zero_grad()
-            with precision.forward(arm.module):
-                loss = lockstep.loss(arm.module(cast(inputs, precision.dtype)), targets)
-            arm.backward(loss)
-            if step < arm.horizon:
-                arm.update()
-    _wait(lockstep)
-    return time.perf_counter() - began
-
-
-def _wait(lockstep: Lockstep) -> None:
-    if next(lockstep.arms[0].module.parameters()).is_cuda:
-        torch.cuda.synchronize()
+    return both - seconds, seconds
 
 
 def compare(settings: DictConfig, images: Images, repeats: int) -> tuple[list[float], float]:
-    """The ratios of ``repeats`` pairs, in turns the one or the other side first, and the bare seconds."""
-    ratios, bare = [], []
-    for repeat in range(repeats + 1):
-        with tempfile.TemporaryDirectory() as folder:
-            sides = {
-                "lockstep": lambda home=Path(folder): lockstep_seconds(settings, images, home),
-                "bare": lambda: bare_seconds(settings, images),
-            }
-            order = ("lockstep", "bare") if repeat % 2 else ("bare", "lockstep")
-            seconds = {side: sides[side]() for side in order}
-        if repeat:  # the first pair warms up
-            ratios.append(seconds["lockstep"] / seconds["bare"])
-            bare.append(seconds["bare"])
-    return ratios, median(bare)
+    """The ratios of ``repeats`` runs, behind one that warms up, and the median of their bare seconds."""
+    found = []
+    for _ in range(repeats + 1):
+        with tempfile.TemporaryDirectory() as folder, process_settled(settings, Terminal().say):
+            found.append(loops(settings, images, Path(folder)))
+    return [lockstep / bare for lockstep, bare in found[1:]], median(bare for _, bare in found[1:])
 
 
 @dataclass(frozen=True)
@@ -201,10 +206,9 @@ def _bare(overrides: list[str], seeds: int) -> float:
 def _bare_seed(overrides: list[str], seed: int) -> float:
     settings = settings_of(overrides)
     with process_settled(settings, Terminal().say):
-        lockstep, batches, _ = build(settings, load_images(settings, Terminal().say), seed)
+        bare = BareLoops(settings, load_images(settings, Terminal().say), seed)
         began = time.process_time()
-        for arm in lockstep.arms:
-            _bare_loop(arm, batches, lockstep)
+        bare.run()
         return time.process_time() - began
 
 
@@ -238,11 +242,11 @@ def floor(rewrites: list[str], overrides: list[str], images: Images) -> float:
     torch.set_num_threads(1)
     shared, candidates = [], []
     for rewrite in rewrites:
-        lockstep, batches, _ = build(settings_of([f"++rewrite={rewrite}", *overrides]), images, 0)
-        spent = Counter()
-        for arm in lockstep.arms:
+        bare, spent = BareLoops(settings_of([f"++rewrite={rewrite}", *overrides]), images, 0), Counter()
+        for arm in bare.lockstep.arms:
             began = time.process_time()
-            _bare_loop(arm, batches, lockstep)
+            for step in range(arm.horizon + 1):
+                bare.step(arm, step)
             spent[arm.role == "candidate"] += time.process_time() - began
         shared.append(spent[False])
         candidates.append(spent[True])

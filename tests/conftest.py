@@ -88,10 +88,11 @@ def cuda():
 
 
 @pytest.fixture(scope="session")
-def forked():
-    """A process that has imported everything, to fork programs of the project from."""
+def forked(tmp_path_factory):
+    """A process that has imported everything, to fork programs of the project from: one for the whole run."""
     from tests.suite.programs import Forked
 
-    server = Forked()
+    own = tmp_path_factory.getbasetemp()
+    server = Forked((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "forked")
     yield server
     server.end()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 from driftlab.arithmetic.as_compiled import Compiled
 from driftlab.arithmetic.difference import Difference, Nature
@@ -16,15 +15,14 @@ from driftlab.rounding import BEYOND, HALFWAY, HALFWAY_BITS
 from driftlab.words import AS_COMPILED, Finding, Place, Status, Verdict
 
 
-def ask(found: Examination) -> Iterator[Finding]:
+def ask(found: Examination) -> list[Finding]:
     """Of each network in which something is compiled."""
     if not found.compiled:
-        yield PROBE.not_applicable("nothing is compiled", role="each network")
-    elif found.supports(Verdict.BUG):
-        yield PROBE.not_applicable("asked of the same function alone", role="each network")
-    else:
-        answers = [_answer(found, role) for role in found.compiled]
-        yield max(answers, key=lambda f: _GRAVITY.index(f.evidence.supports))
+        return [PROBE.not_applicable("nothing is compiled", role="each network")]
+    if found.supports(Verdict.BUG):
+        return [PROBE.not_applicable("asked of the same function alone", role="each network")]
+    answers = [_answer(found, role) for role in found.compiled]
+    return [max(answers, key=lambda f: _GRAVITY.index(f.evidence.supports))]
 
 
 _GRAVITY = (Verdict.BIT_IDENTICAL, Verdict.ROUND_OFF, Verdict.REDUCED_PRECISION, None, Verdict.BUG)

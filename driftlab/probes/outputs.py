@@ -6,7 +6,7 @@ gradient; else nothing has looked at it, and no verdict of a same function stand
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from driftlab.network.outputs import listed
 from driftlab.probes.examination import Examination
@@ -14,7 +14,7 @@ from driftlab.probes.probe import Probe
 from driftlab.words import Finding, Verdict
 
 
-def ask(found: Examination) -> Iterator[Finding]:
+def ask(found: Examination) -> list[Finding]:
     network, outputs = found.network, found.pair.outputs
     lacking = [n for n in network.unpaired if not outputs.left_out(n)]
     by_hand = [n for n in network.unpaired if outputs.left_out(n)]
@@ -31,7 +31,7 @@ def ask(found: Examination) -> Iterator[Finding]:
     if network.spare and not unseen:
         parts.append(f"of the candidate's, {listed(network.spare)} stands for none and is not compared")
     reading = "; ".join(parts) or "it has"
-    yield PROBE.finding(float(len(unseen)), Verdict.INCONCLUSIVE if unseen else None, reading)
+    return [PROBE.finding(float(len(unseen)), Verdict.INCONCLUSIVE if unseen else None, reading)]
 
 
 def _renamed(names: Mapping[str, str], most: int = 4) -> str:

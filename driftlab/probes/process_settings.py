@@ -7,7 +7,7 @@ rewrite over gets fewer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from driftlab.probes.examination import Examination
 from driftlab.probes.probe import Probe
@@ -16,23 +16,22 @@ from driftlab.process.flags import Change
 from driftlab.words import PROCESS_SETTINGS, Finding, Verdict
 
 
-def ask(found: Examination) -> Iterator[Finding]:
+def ask(found: Examination) -> list[Finding]:
     """What the reference sets as well is no change that the candidate makes."""
     reference, changed = changed_by(REFERENCE), found.pair.changed + changed_by(CANDIDATE)
     bits = min((c.bits for c in changed if c.bits and c not in reference), default=None)
     says = _said({REFERENCE: reference, REWRITE: found.pair.changed, CANDIDATE: changed_by(CANDIDATE)})
     if bits:
         says += f". Left so, float32 keeps {bits} bits of 24 where the hardware can, in the reference too"
-        yield PROBE.finding(bits, Verdict.REDUCED_PRECISION, says)
-    else:
-        yield PROBE.finding(24, None, says or "it does")
+        return [PROBE.finding(bits, Verdict.REDUCED_PRECISION, says)]
+    return [PROBE.finding(24, None, says or "it does")]
 
 
-def ask_trained() -> Iterator[Finding]:
+def ask_trained() -> list[Finding]:
     """What nobody had changed before the training; by an arm, or an optimizer, that has no name."""
     before = [c for who in (REFERENCE, REWRITE, CANDIDATE) for c in changed_by(who)]
-    if late := [c for c in changed_by(TRAINING) if c not in before]:
-        yield TRAINED.finding(None, None, _said({TRAINING: late}))
+    late = [c for c in changed_by(TRAINING) if c not in before]
+    return [TRAINED.finding(None, None, _said({TRAINING: late}))] if late else []
 
 
 def _said(changed: Mapping[str, list[Change]]) -> str:

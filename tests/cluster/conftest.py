@@ -2,15 +2,12 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.loopback import Cluster
-from tests.suite.conftest import ROOT
 from tests.suite.programs import ONE_BLOCK
 
 SETTINGS = [
@@ -43,16 +40,9 @@ def cluster():
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Path:
+def undisturbed(forked, tmp_path_factory) -> Path:
     """The results of seeds 0 and 1, one after the other in a process, without a cluster."""
     results = tmp_path_factory.mktemp("undisturbed")
-    command = [sys.executable, str(ROOT / "train.py"), "+experiment=split_conv", "seed=0..1", "workers=1"]
-    done = subprocess.run(
-        [*command, *SETTINGS, f"results={results}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
+    done = forked.run("+experiment=split_conv", "seed=0..1", "workers=1", *SETTINGS, f"results={results}")
+    assert done.status == 0, done.out
     return results

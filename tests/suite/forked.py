@@ -1,6 +1,7 @@
 """Runs train.py and scripts/judge.py again and again without importing torch anew: a child forked for each.
 
-Reads a line of JSON a time, a list of attempts that live side by side:
+One for all processes of a test run, which connect to its socket. Each sends a line of JSON a time, a list of
+attempts that live side by side:
 ``{"program", "arguments", "environment", "kill_after", "kill_by", "path"}``. A child is sent the signal
 ``kill_by`` after so many seconds, null lets it end. Answers with a line: for each its status (negative: the
 signal) and both streams.
@@ -12,10 +13,12 @@ import json
 import os
 import runpy
 import signal
+import socket
 import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -119,14 +122,37 @@ def _text(file: BinaryIO) -> str:
         return file.read().decode(errors="replace")
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def serve(client: socket.socket) -> None:
+    with client, client.makefile("rw") as lines:
+        print(json.dumps("ready"), file=lines, flush=True)
+        for line in lines:
+            print(json.dumps(carry_out(json.loads(line))), file=lines, flush=True)
+
+
+def main(place: str) -> None:
+    """Listens at ``place`` until the last who connected has gone; a fork for each of them."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(f"{place}.new")
+    listening.listen()
+    os.rename(f"{place}.new", place)  # who sees it may connect
     import_all()
-    print(json.dumps("ready"), file=answers, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(carry_out(json.loads(line))), file=answers, flush=True)
+    listening.settimeout(1)  # seconds between looks at who has gone
+    serving: set[int] = set()
+    while True:
+        with suppress(TimeoutError):
+            client, _ = listening.accept()
+            if pid := os.fork():
+                serving.add(pid)
+                client.close()
+            else:
+                listening.close()
+                serve(client)
+                os._exit(0)
+        gone = {pid for pid in serving if os.waitpid(pid, os.WNOHANG)[0]}
+        serving -= gone
+        if gone and not serving:
+            os._exit(0)  # torch takes its time to end
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

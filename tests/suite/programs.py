@@ -3,10 +3,14 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+
+from filelock import FileLock
 
 ROOT = Path(__file__).resolve().parents[2]
 # A quarter of what a smoke run of the whole ResNet18 takes: most of that is probing its twenty convolutions.
@@ -30,30 +34,51 @@ class Ended:
 
 
 class Forked:
-    """The process that has imported everything, and what to ask it for."""
+    """What is asked for programs: the process that has imported everything, which listens at ``place``."""
 
-    def __init__(self):
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.suite.forked"],
-            **{"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT},
+    def __init__(self, place: Path):
+        with FileLock(f"{place}.lock"):  # whoever comes first starts it
+            while not (ready := self._connected(place)):
+                self._started(place)
+        assert json.loads(ready) == "ready"
+        self._lock = threading.Lock()
+
+    def _connected(self, place: Path) -> str:
+        """What it says once it has imported everything; "" where there is none, or one that is ending."""
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            self._socket.connect(str(place))
+            self._lines = self._socket.makefile("rw")
+            return self._lines.readline()
+        except OSError:
+            return ""
+
+    def _started(self, place: Path) -> None:
+        place.unlink(missing_ok=True)  # of one that has ended
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.suite.forked", str(place)],
+            **{"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "cwd": ROOT},
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        self._lock = threading.Lock()
-        assert json.loads(self._process.stdout.readline()) == "ready"
+        deadline = time.monotonic() + 60
+        while not place.exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
 
     def together(self, *attempts: dict) -> list[Ended]:
         with self._lock:
-            self._process.stdin.write(json.dumps(attempts) + "\n")
-            self._process.stdin.flush()
-            return [Ended(**answer) for answer in json.loads(self._process.stdout.readline())]
+            print(json.dumps(attempts), file=self._lines, flush=True)
+            return [Ended(**answer) for answer in json.loads(self._lines.readline())]
 
     def run(self, *arguments: str, **more) -> Ended:
         (ended,) = self.together(attempt(*arguments, **more))
         return ended
 
     def end(self):
-        self._process.kill()  # it holds nothing, and torch takes its time to end
-        self._process.wait()
+        """It ends with the last who was connected."""
+        self._lines.close()
+        self._socket.close()
 
 
 def attempt(

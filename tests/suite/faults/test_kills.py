@@ -1,6 +1,6 @@
 """Killed at random moments of its whole life, a sweep ends as one that was never killed.
 
-Twenty a run, with other dice each time; ``KILLS=1000 pytest …`` for more.
+Twelve a run, with other dice each time; ``KILLS=1000 pytest …`` for more.
 """
 
 import os
@@ -18,8 +18,8 @@ SWEEP = [
     ["-m", "+experiment=precision,control", "seed=0..1", *TRAINING],
     ["+experiment=gradient_check", "seed=0..1", *QUESTION],
 ]
-KILLS = int(os.environ.get("KILLS", 20))
-JUDGED_EVERY = 10  # kills, beside a run
+KILLS = int(os.environ.get("KILLS", 12))
+JUDGED_EVERY = 6  # kills, beside a run
 
 
 def seeds_of(results):
