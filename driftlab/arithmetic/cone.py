@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 
 from driftlab.arithmetic.flow import Flow
+from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.prints import ABOUT, NEARLY
 from driftlab.network.modules import common, lies_in
 
@@ -37,6 +38,7 @@ class Cone:
         self._others = [value.prints for value in other.values]
         self._right, self._known = right, {}
         self._any_known = any(map(right, {value.scope for value in self._values} - {""}))
+        self._before_the_loss = _before_the_loss(own)
         self._absent = self._led([own.results[end] for end in ends if end in own.results])
         first = [n for n in sorted(self._absent) if self._absent.isdisjoint(self._values[n].inputs)]
         self._begun = [n for n in first if not self._made_up_for(n)] or first
@@ -211,9 +213,10 @@ class Cone:
         damped by those behind it.
         """
         at = self._values[number].scope
-        inside, border = self._border(number, lambda n: n in self._absent and not self._nearly(n))
-        reached = {n for n in border if n in self._absent}
-        ended = any(not self._uses[n] for n in inside)
+        network = self._absent.intersection(self._before_the_loss)
+        inside, border = self._border(number, lambda n: n in network and not self._nearly(n))
+        reached = border & network
+        ended = any(not any(use in self._before_the_loss for use in self._uses[n]) for n in inside)
         others = {self._values[n].scope for n in inside | reached}
         changed = any(not lies_in(at, s) and not self._right(s) for s in others)
         slightly = any(self._nearly(n, ABOUT) for n in inside | reached if self._values[n].scope == at)
@@ -222,6 +225,12 @@ class Cone:
     def _nearly(self, number: int, within: float = NEARLY) -> bool:
         prints = self._values[number].prints
         return prints is not None and prints.telling and self._seen.has(prints, within)
+
+
+def _before_the_loss(flow: Flow) -> range:
+    """The values up to the last output: no border is moved into a loss, which damps whatever is wrong."""
+    last = max((number for end, number in flow.results.items() if end != LOSS), default=None)
+    return range(len(flow.values) if last is None else last + 1)
 
 
 def _reached(begin: Iterable[int], onward: Callable[[int], Iterable[int]]) -> set[int]:
