@@ -31,19 +31,12 @@ class Session:
     """``train.py`` on Slurm, running."""
 
     def __init__(
-        self,
-        cluster: Cluster,
-        results: Path,
-        experiment="split_conv",
-        *settings: str,
-        seeds="0..1",
-        **launcher: str,
+        self, cluster: Cluster, results: Path, experiment="split_conv", *settings: str, **launcher: str
     ):
         chosen = [f"hydra.launcher.{k}={v}" for k, v in (LAUNCHER | launcher).items()]
-        command = [sys.executable, str(ROOT / "train.py"), "-m", "hydra/launcher=submitit_slurm", *chosen]
-        asked = [f"+experiment={experiment}", f"seed={seeds}", f"results={results}", *SETTINGS, *settings]
+        command = [sys.executable, str(ROOT / "train.py"), "-m", f"+experiment={experiment}", "seed=0..1"]
         self.process = subprocess.Popen(
-            [*command, *asked],
+            [*command, "hydra/launcher=submitit_slurm", *chosen, *SETTINGS, f"results={results}", *settings],
             cwd=ROOT,
             env=cluster.environment,
             stdout=subprocess.PIPE,
@@ -86,8 +79,8 @@ def freeze(cluster: Cluster, results: Path, seed: int) -> dict[str, str]:
     return job
 
 
-def assert_same(results: Path, undisturbed: Path, seeds=(0, 1)) -> None:
-    for seed in seeds:
+def assert_same(results: Path, undisturbed: Path) -> None:
+    for seed in (0, 1):
         a, b = home(undisturbed, seed), home(results, seed)
         for name in ("curves.csv", "evaluations.csv"):
             assert (a / name).read_bytes() == (b / name).read_bytes(), f"{name} of seed {seed}"
@@ -141,7 +134,7 @@ def test_preempted(start, cluster, undisturbed, tmp_path):
 
 
 def test_a_node_is_lost_and_comes_back(start, cluster, undisturbed, tmp_path):
-    session = start(tmp_path, seeds="0")
+    session = start(tmp_path)
     job = freeze(cluster, tmp_path, 0)
     cluster.crash_node(job["SLURMD_NODENAME"])
     wait_for(lambda: cluster.restarts(job), "Slurm to miss the node")
@@ -151,24 +144,24 @@ def test_a_node_is_lost_and_comes_back(start, cluster, undisturbed, tmp_path):
     cluster.start()
     status, text = session.end()
     assert status == 0, text
-    assert_same(tmp_path, undisturbed, seeds=[0])
+    assert_same(tmp_path, undisturbed)
 
 
 def test_the_controller_is_away_for_a_while(start, cluster, undisturbed, tmp_path):
-    session = start(tmp_path, seeds="0")
-    cluster.job_of(tmp_path, 0)  # it needs the controller until it has begun
+    session = start(tmp_path)
+    for seed in (0, 1):  # each of them needs the controller until it has begun
+        cluster.job_of(tmp_path, seed)
     # not SIGKILL: one that has not saved its state gives the numbers of running jobs away again
     cluster.end("slurmctld", signal.SIGTERM)
     wait_for(lambda: list(tmp_path.glob("split_conv/*/seed=*/run.json")), "a seed to finish without it")
     cluster.start()
     status, text = session.end()
     assert status == 0, text
-    assert_same(tmp_path, undisturbed, seeds=[0])
+    assert_same(tmp_path, undisturbed)
 
 
 def test_the_time_limit_is_reached(start, cluster, undisturbed, tmp_path):
-    two = {"timeout_min": "2", "signal_delay_s": "10"}  # one minute may pass before the first step
-    session = start(tmp_path, seeds="0", **two)
+    session = start(tmp_path, timeout_min="2", signal_delay_s="10")  # one may pass before the first step
     job = freeze(cluster, tmp_path, 0)
     process = Path("/proc") / job["PID"]
     wait_for(lambda: pending(process, signal.SIGUSR2), "Slurm's warning before the limit")
@@ -177,7 +170,7 @@ def test_the_time_limit_is_reached(start, cluster, undisturbed, tmp_path):
     status, text = session.end()
     assert status == 0, text
     assert cluster.restarts(job) >= 1  # a busy machine may reach it again
-    assert_same(tmp_path, undisturbed, seeds=[0])
+    assert_same(tmp_path, undisturbed)
 
 
 def pending(process: Path, number: int) -> bool:
