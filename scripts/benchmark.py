@@ -74,8 +74,11 @@ class BareLoops:
 
     def run(self) -> None:
         for arm in self.lockstep.arms:
-            for step in range(arm.horizon + 1):
-                self.step(arm, step)
+            self.train(arm)
+
+    def train(self, arm: Arm) -> None:
+        for step in range(arm.horizon + 1):
+            self.step(arm, step)
 
     def step(self, arm: Arm, step: int) -> None:
         if step > arm.horizon:
@@ -274,8 +277,7 @@ def floor(rewrites: list[str], overrides: list[str], images: Images) -> float:
         bare, spent = BareLoops(settings_of([f"++rewrite={rewrite}", *overrides]), images, 0), Counter()
         for arm in bare.lockstep.arms:
             began = time.process_time()
-            for step in range(arm.horizon + 1):
-                bare.step(arm, step)
+            bare.train(arm)
             spent[arm.role == "candidate"] += time.process_time() - began
         shared.append(spent[False])
         candidates.append(spent[True])

@@ -38,8 +38,10 @@ class Forked:
 
     def __init__(self, place: Path):
         with FileLock(f"{place}.lock"):  # whoever comes first starts it
-            while not (ready := self._connected(place)):
+            ready = self._connected(place)
+            if not ready:
                 self._started(place)
+                ready = self._connected(place)
         assert json.loads(ready) == "ready"
         self._lock = threading.Lock()
 
