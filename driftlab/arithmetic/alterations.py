@@ -96,6 +96,11 @@ def _tanh_for_erf(call: Call) -> Tensor:
 _ONE_OFF = {"ge": torch.gt, "gt": torch.ge, "le": torch.lt, "lt": torch.le}
 
 
+def _erf_for_sigmoid(call: Call) -> Tensor:
+    """Within gelu's sigmoid form, sigmoid(1.702 x)."""
+    return 0.5 * (1 + torch.erf(call.args[0] / 1.702 / math.sqrt(2)))
+
+
 def _compares_positions(call: Call) -> bool:
     both = call.args[:2]
     return call.name in _ONE_OFF and all(
@@ -156,6 +161,40 @@ def _biased_variance(call: Call) -> Any:
     return out
 
 
+def _switch(call: Call) -> str:
+    return "train" if call.function is torch.dropout else "training"
+
+
+def _drops_nothing(call: Call) -> bool:
+    rate = call.argument(1, "p", 0.5) if call.name == "dropout" else 0.0
+    return rate > 0 and not call.argument(2, _switch(call), True)
+
+
+def _kept_statistics(call: Call) -> bool:
+    given = call.given() if call.name == "batch_norm" else None
+    return bool(given and not given["training"])
+
+
+def _by_the_batch(call: Call) -> Any:
+    return call.again(training=True, running_mean=None, running_var=None)
+
+
+def _projected_without(what: str) -> Alteration:
+    """Attention, as a module of torch's calls it, without a third of its bias."""
+
+    def concerns(call: Call) -> bool:
+        given = call.given() if call.function is F.multi_head_attention_forward else None
+        return bool(given and given["in_proj_bias"] is not None)
+
+    def change(call: Call) -> Any:
+        parts = [*(call.given() or {})["in_proj_bias"].chunk(3)]
+        place = ("queries", "keys", "values").index(what)
+        parts[place] = torch.zeros_like(parts[place])
+        return call.again(in_proj_bias=torch.cat(parts))
+
+    return Alteration(f"no bias of the {what}", concerns, change)
+
+
 _WEIGHTED = ("linear", *(f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3)))
 
 
@@ -197,6 +236,7 @@ def _root() -> Alteration:
 ALTERATIONS = (
     *map(_activation, _FORMS),
     Alteration("gelu's tanh form, in place of erf,", lambda c: c.name == "erf", _tanh_for_erf),
+    Alteration("gelu, in place of its sigmoid form,", lambda c: c.name == "sigmoid", _erf_for_sigmoid),
     *map(_epsilon, EPSILONS),
     _root(),
     *map(_diagonal, (1, -1)),
@@ -214,6 +254,9 @@ ALTERATIONS = (
         lambda c: c.again(momentum=1 - c.given()["momentum"]),
     ),
     Alteration("a running variance over n, not n - 1,", _batch_statistics, _biased_variance),
+    *map(_projected_without, ("queries", "keys", "values")),
+    Alteration("dropout in eval mode", _drops_nothing, lambda c: c.with_argument(2, _switch(c), True)),
+    Alteration("the batch's statistics in eval mode", _kept_statistics, _by_the_batch),
     Alteration("a bias left out", _biased, lambda c: c.with_argument(2, "bias", None)),
     Alteration("a transposed weight", _is_square, _with_weight(lambda w: w.transpose(-1, -2))),
     Alteration("a kernel turned round", _has_kernel, _with_weight(_flipped)),

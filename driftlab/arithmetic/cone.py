@@ -35,6 +35,7 @@ class Cone:
     ):
         self._within = within
         self._values, self._uses, self._seen = own.values, own.uses(), other.seen()
+        self._theirs, self._their_uses = other.values, other.uses()
         self._others = [value.prints for value in other.values]
         self._right, self._known = right, {}
         self._any_known = any(map(right, {value.scope for value in self._values} - {""}))
@@ -176,9 +177,28 @@ class Cone:
         scope = common([self._values[n].scope for n in (self._moved(number) if moved else {number})])
         if (turned := self._in_another_order(number)) is not None:
             return common([scope, self._values[turned].scope])
+        if scope and scope == self._values[number].scope and self._applied_otherwise(number):
+            scope = scope.rpartition(".")[0]
         while scope and self._right(scope):
             scope = common([scope.rpartition(".")[0], *self._came_from(number, scope)])
         return scope
+
+    def _applied_otherwise(self, number: int) -> bool:
+        """Whether the other applies a weight to something else than this network does, and of its size.
+
+        Who is given that is no more accused than who gives it: what holds both is.
+        """
+        made_of = [self._values[i] for i in self._values[number].inputs]
+        weights = [v for v in made_of if v.weight and v.prints and v.prints.telling]
+        given = [v.prints for v in made_of if not v.given and v.prints]
+        if len(given) != 1 or not weights:
+            return False
+        weight = max(weights, key=lambda v: v.prints.whole[0])
+        alike = [n for n in self._seen.find(weight.prints.whole) if self._theirs[n].weight]
+        taken = {i for n in alike for use in self._their_uses[n] for i in self._theirs[use].inputs}
+        theirs = [self._others[i] for i in taken if not self._theirs[i].given]
+        alike = [p for p in theirs if p and p.whole[0] == given[0].whole[0]]
+        return bool(alike) and all(p.apart(given[0]) > self._within[number] for p in alike)
 
     def _in_another_order(self, number: int) -> int | None:
         """The first of the values that one is made of that is there in another order alone."""

@@ -1,151 +1,164 @@
-"""The reference once more with a mistake in one of its calls: which mistake makes the candidate of it?
+"""Each mistake that may turn a network into another: a call of torch changed, or a weight.
 
-Mutation-based fault localization (Papadakis and Le Traon, Metallaxis-FL, 2015; Moon et al., MUSE, 2014) the
-other way round. There a faulty program is changed until its tests pass, here a right one until it gives what
-the faulty one does. Results that agree to the last digits are not brought about by another mistake, so where
-the changed call stands is where the mistake is, in whatever form the candidate was written.
-
-Of most changes a mutant is run only where the candidate comes by the changed result and not by the right one.
+Mutation operators are in ``mutations``, ``orders`` and ``weight_mutations``; here it is said where each is
+worth trying, given what the other network comes by.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain, islice, zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
+from torch import Tensor, nn
 
-from driftlab.arithmetic.accused import Accused
-from driftlab.arithmetic.anew import Anew
-from driftlab.arithmetic.call_modes import Calls, Change, floating, parts
-from driftlab.arithmetic.difference import distance, finite_norm
-from driftlab.arithmetic.explanations import spelled
-from driftlab.arithmetic.flow import Flow, Scopes
-from driftlab.arithmetic.mutations import OPERANDS, SETTINGS, Operator, mutations, numbered
-from driftlab.arithmetic.passes import in_arithmetic
-from driftlab.arithmetic.prints import AGREE, Seen, prints
+from driftlab.arithmetic.call_modes import parts
+from driftlab.arithmetic.frontier import comes_by, same_numbers
+from driftlab.arithmetic.mutations import (
+    NEUTRAL,
+    OPERANDS,
+    SETTINGS,
+    Operator,
+    averaged,
+    mutations,
+    normed_together,
+    numbered,
+)
+from driftlab.arithmetic.orders import ORDERS
+from driftlab.arithmetic.prints import Seen
 from driftlab.arithmetic.torch_call import Call
-from driftlab.arithmetic.tracing import results_of
+from driftlab.arithmetic.weight_mutations import weight_mutations
 from driftlab.blame import caller, module_at_work
-from driftlab.network.calling import copied
-from driftlab.network.compiled import eager
-from driftlab.network.modules import is_torchs
-from driftlab.rounding import HALFWAY_BITS
+from driftlab.network.modules import common, is_torchs
 
-# Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
-RUNS, ELEMENTS, STEPS = 400, 1e8, 10
 # Changed calls that are looked for among the candidate's values.
 LOOKED_AT = 10_000
+# They write into two of their operands, which may be another's weight once operands are exchanged.
+_MOVES_STATISTICS = ("batch_norm", "instance_norm")
+NUMBER, WEIGHTS, TOGETHER = "another number", "weights", "together"
 
-Results = dict[str, Tensor]
+# The number of a call, itself, what was made before it, and the number that is to be found; gives the result.
+Made = Callable[[int, Call, Sequence[Tensor], float], Any]
+
+
+def _as_it_is(number: int, call: Call, earlier: Sequence[Tensor], times: float) -> Any:
+    return call.run()
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """Calls changed in one way.
+    """Calls, or weights, changed in one way.
 
     Attributes:
-        scope: the module in which the first stands.
+        scope: the module in which the first stands, or that owns them.
         words: what was changed.
+        kind: the operator of which the change is one, or another kind of change.
         calls: their numbers.
-        operator: of which the change is one; None for another number, which is to be found.
-        which: the number of the change among its.
+        change: what is made of each in its place.
         line: of code, and the place in it, where they stand.
+        weights: changes them, in the network that it is given.
     """
 
     scope: str
     words: str
-    calls: frozenset[int]
-    operator: Operator | None
-    which: int
+    kind: Hashable
+    calls: frozenset[int] = frozenset()
+    change: Made = _as_it_is
     line: tuple = ()
+    weights: Callable[[nn.Module], None] = lambda network: None
 
-    def change(self, call: Call, earlier: Sequence[Tensor], times: float) -> Any:
-        if self.operator is None:
-            return numbered(call)(times)
-        made = (make for _, make in mutations(call, earlier, self.operator))
-        return next((make for i, make in enumerate(made) if i == self.which), call.run)()
+    @property
+    def said(self) -> str:
+        several = len(self.calls) > 1 and self.kind != TOGETHER
+        return f"{self.words}, each time" if several else self.words
 
 
-def fitting(cases: Sequence[Accused], candidate: Flow) -> list[Mutant]:
-    """The changes of the reference that make the candidate's results of it, of the first kind that has any.
+class Mutants:
+    """All that is worth trying.
 
     Args:
-        cases: all quantities of the pass, a wrong one first.
-        candidate: the flow of its values.
+        network: the reference.
+        names: of the modules that run, by their ``id``.
+        scope: which module is at work, where that is not seen.
+        seen: what the candidate comes by.
+        frontier: calls whose results it comes by, be it in another order, which may be their own.
+
+    Attributes:
+        found: mutants that are tried wherever they can be.
+        signs: others, of which the candidate comes by the changed result.
+        unsigned: others, which are tried last.
+        lines: the calls that stand on one line.
+        calls, elements: that were seen, and of all their results.
     """
-    mutants = _Mutants(cases, candidate)
-    return mutants.fitting(mutants.found) or mutants.fitting(mutants.signs)
 
-
-class _Mutants:
-    """Attributes:
-    found: those that are tried wherever they can be.
-    signs: others, of which the candidate comes by the changed result.
-    """
-
-    def __init__(self, cases: Sequence[Accused], candidate: Flow):
-        self._cases, first = cases, cases[0]
-        self._network = copied(first.reference)
-        self._earlier: list[Tensor] = []
-        self._scopes = Scopes(self._network, self._entered)
-        twin = in_arithmetic(self._network, first.arithmetic)
-        self._names = {id(module): name for name, module in twin.named_modules()}
-        self._twin = Anew(twin)
+    def __init__(
+        self,
+        network: nn.Module,
+        names: Mapping[int, str],
+        scope: Callable[[], str],
+        seen: Seen,
+        frontier: Mapping[int, bool],
+    ):
+        self._network, self._names, self._scope = network, names, scope
+        self._seen, self._frontier = seen, frontier
         self.found: list[Mutant] = []
         self.signs: list[Mutant] = []
-        self._lines: dict[tuple, set[int]] = {}
-        self._elements = self._looked_at = 0
-        as_it_is = self._results(lambda number, call, earlier: call.run())
-        if all(_same(case, case.mine, as_it_is) for case in cases):  # else it does not repeat itself
-            self._results(self._looking(candidate.seen()))
-        self.found.sort(key=lambda m: SETTINGS.index(m.operator) if m.operator else -1)
-        self._runs = min(RUNS, ELEMENTS / max(1, self._elements))
+        self.unsigned: list[Mutant] = []
+        self.lines: defaultdict[tuple, set[int]] = defaultdict(set)
+        self.calls = self.elements = self._looked_at = 0
+        self._calls: defaultdict[tuple, dict[int, Call]] = defaultdict(dict)  # of one module, of one weight
 
-    def fitting(self, mutants: Sequence[Mutant]) -> list[Mutant]:
-        """Those that fit, alone or at every call on their line; of the first operator that has any."""
-        found: list[Mutant] = []
-        for one in (one for mutant in mutants for one in self._alike(mutant)):
-            if self._runs <= 0 or (found and one.operator is not found[0].operator):
-                break
-            found += filter(None, [self._fit(one)])
-        return found
-
-    def _alike(self, mutant: Mutant) -> Iterator[Mutant]:
-        yield mutant
-        calls = self._lines[mutant.line]
-        if len(calls) > 1 and min(calls) in mutant.calls:
-            yield replace(mutant, words=f"{mutant.words}, each time", calls=frozenset(calls))
-
-    def _entered(self, tensors: object, scope: str) -> None:
-        if not self._scopes.inside:
-            self._earlier += floating(pytree.tree_leaves(tensors))
-
-    def _looking(self, seen: Seen) -> Change:
-        """Finds the mutants."""
-
-        def look(number: int, call: Call, earlier: Sequence[Tensor]) -> Any:
-            out = call.run()
-            self._elements += sum(t.numel() for t in parts(out))
-            line = (*caller(), call.name)
-            self._lines.setdefault(line, set()).add(number)
-            if _has(seen, out):  # the candidate's call is right
-                return out
-            scope = module_at_work(self._names) or self._scopes.now
-            here = Mutant(scope, "", frozenset({number}), None, 0, line)
-            if numbered(call):
-                self.found.append(replace(here, words=f"the number in `{call.name}`"))
-            self.found += (m for m, _ in self._made(here, SETTINGS, call, earlier, out))
-            here = replace(here, scope=self._handed_by(scope))
-            signs = self._made(here, OPERANDS, call, earlier, out)
-            self.signs += (m for m, made in signs if _has(seen, made))
+    def look(self, number: int, call: Call, earlier: Sequence[Tensor]) -> Any:
+        out = call.run()
+        self.calls += 1
+        self.elements += sum(t.numel() for t in parts(out))
+        line = (*caller(), call.name)
+        self.lines[line].add(number)
+        kept = number in self._frontier
+        if not kept and comes_by(self._seen, out):  # the candidate's call is right
             return out
+        scope = module_at_work(self._names) or self._scope()
+        here = Mutant(scope, "", NUMBER, frozenset({number}), line=line)
+        self._calls[scope, call.name, id((call.given() or {}).get("weight"))][number] = call
+        self.found += _with_another_number(here, call)
+        self.found += (m for m, _ in self._made(here, SETTINGS, call, earlier, out))
+        if kept and self._frontier[number]:
+            self.unsigned += (m for m, _ in self._made(here, ORDERS, call, earlier, out))
+        here = replace(here, scope=self._handed_by(scope))
+        for mutant, made in self._made(here, OPERANDS, call, earlier, out):
+            if kept and same_numbers(out, made):
+                self.unsigned.append(mutant)
+            elif comes_by(self._seen, made):
+                self.signs.append(mutant)
+        self.unsigned += (m for m, _ in self._made(here, NEUTRAL, call, earlier, out))
+        return out
 
-        return look
+    def finish(self, twin: nn.Module, left: Mapping[str, Tensor], near: str) -> None:
+        """When all calls were seen.
+
+        Args:
+            twin: the network that runs.
+            left: its buffers that a call changes, as it leaves them.
+            near: the module whose calls are to be changed first.
+        """
+        for (scope, *_), calls in self._calls.items():
+            if (together := normed_together(calls)) is not None:
+                change = partial(_instead, together)
+                words = "statistics of all calls together"
+                self.unsigned.append(Mutant(scope, words, TOGETHER, frozenset(together), change))
+        for owner, words, change in weight_mutations(twin, left):
+            self.unsigned.append(Mutant(owner, words, WEIGHTS, weights=change))
+        for mutants in (self.found, self.signs, self.unsigned):
+            mutants.sort(key=lambda m: _apart(m.scope, near))
+        kinds: dict[Hashable, list[Mutant]] = {}
+        for mutant in self.unsigned:
+            kinds.setdefault("orders" if mutant.kind in ORDERS else mutant.kind, []).append(mutant)
+        self.unsigned = [m for m in chain.from_iterable(zip_longest(*kinds.values())) if m is not None]
+        self.found.sort(key=lambda m: -1 if m.kind is NUMBER else SETTINGS.index(m.kind))
 
     def _handed_by(self, scope: str) -> str:
         """The module whose code hands on what is taken there."""
@@ -156,9 +169,12 @@ class _Mutants:
     ) -> Iterator[tuple[Mutant, Any]]:
         """With their results, which have the right one's shape."""
         shapes = [t.shape for t in parts(out)]
+        given = [t.detach().clone() for t in call.tensors] if call.name in _MOVES_STATISTICS else []
         with torch.no_grad():
             for operator in operators:
-                for which, (words, make) in enumerate(mutations(call, earlier, operator)):
+                alike: Counter[str] = Counter()
+                for words, make in mutations(call, earlier, operator):
+                    which, alike[words] = alike[words], alike[words] + 1
                     self._looked_at += 1
                     if self._looked_at > LOOKED_AT:
                         return
@@ -166,84 +182,46 @@ class _Mutants:
                         made = make()
                     except Exception:  # it takes no such argument
                         continue
+                    finally:
+                        _put_back(call, given)
                     if [t.shape for t in parts(made)] == shapes:
-                        yield replace(here, words=words, operator=operator, which=which), made
-
-    def _fit(self, mutant: Mutant) -> Mutant | None:
-        """The mutant, if it fits; with its number, which is found by the secant method."""
-        if mutant.operator is not None:
-            return mutant if self._agrees(self._changed(mutant, 1.0)) else None
-        if self._agrees(self._changed(mutant, 0.0)):
-            return replace(mutant, words=f"0 times {mutant.words}")
-        tried, times = [(1.0, -1.0)], 1.01
-        for _ in range(STEPS):
-            results = self._changed(mutant, times)
-            if (way := self._way(results)) is None:
-                return None
-            tried.append((times, way))
-            better = _secant(*tried[-2:])
-            if self._agrees(results):
-                times = better or times
-                return replace(mutant, words=f"{spelled(times) or f'{times:.6g}'} times {mutant.words}")
-            if better is None:
-                return None
-            times = better
-        return None
-
-    def _way(self, results: Results) -> float | None:
-        """How far from the reference's result, -1, to the candidate's, 0."""
-        case = self._cases[0]
-        found, apart = results.get(case.difference.name), case.theirs - case.mine
-        if found is None or found.shape != apart.shape:
-            return None
-        way = float(((found - case.mine) * apart).sum() / (apart * apart).sum()) - 1
-        return way if math.isfinite(way) else None
-
-    def _agrees(self, results: Results) -> bool:
-        """In every quantity, but for rounding, which leaves next to nothing of the difference."""
-        if not all(_same(case, case.theirs, results) for case in self._cases):
-            return False
-        first = self._cases[0]
-        return distance(first.theirs, results[first.difference.name]) * HALFWAY_BITS <= first.apart
-
-    def _changed(self, mutant: Mutant, times: float) -> Results:
-        def change(number: int, call: Call, earlier: Sequence[Tensor]) -> Any:
-            return mutant.change(call, earlier, times) if number in mutant.calls else call.run()
-
-        self._runs -= 1
-        try:
-            return self._results(change)
-        except Exception:  # it does not run so, wherever that shows
-            return {}
-
-    def _results(self, change: Change) -> Results:
-        first, twin = self._cases[0], self._twin.begun()
-        pass_ = first.difference.pass_
-        self._scopes.begin()
-        with eager():
-            if pass_ == "eval":  # what is evaluated has been trained on the batch
-                results_of(twin, first.call, first.arithmetic, "forward", first.seed)
-            self._earlier.clear()
-            with Calls(self._scopes, self._earlier, change):
-                return results_of(twin, first.call, first.arithmetic, pass_, first.seed)
+                        change = partial(_mutated, operator, words, which)
+                        yield replace(here, words=words, kind=operator, change=change), made
 
 
-def _same(case: Accused, wanted: Tensor, results: Results) -> bool:
-    found = results.get(case.difference.name)
-    if found is None or found.shape != wanted.shape:
-        return False
-    return distance(wanted, found) <= max(case.rounding, AGREE * finite_norm(wanted))
+def _put_back(call: Call, given: Sequence[Tensor]) -> None:
+    for tensor, values in zip(call.tensors, given, strict=False):
+        tensor.copy_(values)
 
 
-def _secant(*tried: tuple[float, float]) -> float | None:
-    (one, at_one), (two, at_two) = tried
-    if at_one == at_two:
-        return None
-    new = two - at_two * (two - one) / (at_two - at_one)
-    return new if abs(new) < 1e4 and new != two else None
+def _with_another_number(here: Mutant, call: Call) -> Iterator[Mutant]:
+    if averaged(call):
+        words = "the largest of the counts that are divided by for all"
+        yield replace(here, words=words, change=lambda number, call, earlier, times: averaged(call)(times))
+    elif numbered(call):
+        words = f"the number in `{call.name}`"
+        yield replace(here, words=words, change=lambda number, call, earlier, times: numbered(call)(times))
 
 
-def _has(seen: Seen, values: Any) -> bool | None:
-    """Whether all of them were come by; None of what holds no floating numbers."""
-    found = [p for t in parts(values) if (p := prints(t)) is not None]
-    return all(seen.find(p.whole) for p in found) if found else None
+def _mutated(
+    operator: Operator,
+    words: str,
+    which: int,
+    number: int,
+    call: Call,
+    earlier: Sequence[Tensor],
+    times: float,
+) -> Any:
+    """``which`` of those that the operator calls so; another call on the same line may have others too."""
+    alike = (make for said, make in mutations(call, earlier, operator) if said == words)
+    return next(islice(alike, which, None), call.run)()
+
+
+def _instead(made: Mapping[int, Tensor], number: int, *others: Any) -> Tensor:
+    return made[number].clone()
+
+
+def _apart(one: str, other: str) -> int:
+    """How many steps lie between two modules."""
+    shared = common([one, other])
+    return sum(name.count(".") + bool(name) for name in (one, other)) - 2 * (shared.count(".") + bool(shared))

@@ -6,37 +6,31 @@ wherever they can be; of those of ``OPERANDS`` there are too many, so that each 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, permutations
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from driftlab.arithmetic.alterations import ALTERATIONS
+from driftlab.arithmetic.orders import MOVES, ORDERS, Mutation, turnings
 from driftlab.arithmetic.torch_call import Call
 
-# What was changed, in words, and what makes the result then.
-Mutation = tuple[str, Callable[[], Any]]
 Operator = Callable[[Call, Sequence[Tensor]], Iterator[Mutation]]
 # An operand may be one of so many values of its shape, of those that were made before it the latest.
 OTHERS = 16
 _DRAWS = ("dropout", "rand", "randn", "randint", "bernoulli", "multinomial", "normal", "alpha_dropout")
 _ALONG = ("sum", "mean", "softmax", "log_softmax", "amax", "amin", "logsumexp", "cumsum", "std", "var")
 _BOTH_WAYS = ("add", "mul", "maximum", "minimum")
+_SUMS = ("add", "sub", "rsub", "lerp", "addcmul", "addmm", "baddbmm")
 # These take any integers, or refuse those that are none of theirs. The kernel of a recurrent layer, given
 # other lengths, writes where it may not.
 _CHECKED = (
-    *("add", "sub", "rsub", "mul", "floordiv", "floor_divide", "remainder", "mod", "clamp", "abs", "neg"),
-    *("minimum", "maximum", "ge", "gt", "le", "lt", "eq", "ne", "and", "or", "xor", "invert", "bool"),
+    *("add", "sub", "rsub", "mul", "floordiv", "floor_divide", "remainder", "mod", "clamp", "abs"),
+    *("neg", "minimum", "maximum", "ge", "gt", "le", "lt", "eq", "ne", "and", "or", "xor", "invert", "bool"),
     *("logical_and", "logical_or", "logical_not", "where", "masked_fill", "getitem", "gather", "cumsum"),
     *("embedding", "index_select", "take_along_dim"),
-)
-# They give the numbers that they are given.
-_MOVES = (
-    *("view", "reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "movedim"),
-    *("contiguous", "expand", "expand_as", "view_as", "to", "float", "double", "clone", "type_as", "detach"),
-    *("t", "swapaxes", "broadcast_to", "repeat", "repeat_interleave"),
 )
 
 
@@ -56,13 +50,44 @@ def numbered(call: Call) -> Callable[[float], Any] | None:
     return None
 
 
+def averaged(call: Call) -> Callable[[float], Any] | None:
+    """A division by counts, with the largest times a number as everybody's; None of any other call."""
+    counts = call.tensors[1] if call.name == "div" and len(call.tensors) == 2 else None
+    if counts is None or counts.numel() < 2 or counts.is_complex():
+        return None
+    most = counts.max()
+    if not bool((counts == counts.round()).all()) or most < 2 or bool((counts == most).all()):
+        return None
+    return lambda times: call.with_tensor(1, (most * times).expand_as(counts)).run()
+
+
+def normed_together(calls: Mapping[int, Call]) -> dict[int, Tensor] | None:
+    """What calls of one norm by the batch's or a group's statistics give where these are of all of them.
+
+    None where it is no such norm, or is called once.
+    """
+    if len(calls) < 2 or any(call.name not in ("batch_norm", "group_norm") for call in calls.values()):
+        return None
+    given = [call.argument(0, "input") for call in calls.values()]
+    by_batch = next(iter(calls.values())).name == "batch_norm"
+    rows = [x.movedim(1, 0).flatten(1)[None] if by_batch else x.flatten(2) for x in given]
+    try:
+        joined = next(iter(calls.values())).with_tensor(0, torch.cat(rows, 2)).run()
+    except Exception:  # not of one batch, or in eval mode
+        return None
+    made = zip(calls, given, joined.split([row.shape[2] for row in rows], 2), strict=True)
+    if not by_batch:
+        return {number: part.reshape(x.shape) for number, x, part in made}
+    return {n: part[0].unflatten(1, x.movedim(1, 0).shape[1:]).movedim(0, 1) for n, x, part in made}
+
+
 def mutations(call: Call, earlier: Sequence[Tensor], operator: Operator) -> Iterator[Mutation]:
-    """Of a call that draws nothing and is more than another view.
+    """Of a call that draws nothing; of one that is but another view, another order.
 
     Args:
         earlier: the floating values that were made before.
     """
-    if call.name not in (*_DRAWS, *_MOVES):
+    if operator is _altered or (call.name not in _DRAWS and (call.name not in MOVES or operator in ORDERS)):
         yield from operator(call, earlier)
 
 
@@ -118,25 +143,24 @@ def _dims(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
 
 
 def _turned(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """Dimensions of one size exchanged, or the numbers along one in another order."""
+    """An operand in another order, or in the other's place."""
     for place, tensor in enumerate(call.tensors):
-        if not tensor.is_floating_point():
-            continue
-        for one, other in combinations(range(tensor.dim()), 2):
-            if tensor.shape[one] == tensor.shape[other] > 1:
-                words = f"with dimensions {one} and {other} exchanged"
-                yield _with(call, place, words, tensor.transpose(one, other))
-        for dim, size in enumerate(tensor.shape):
-            if size > 1:
-                yield _with(call, place, f"in reverse along dimension {dim}", tensor.flip(dim))
-            if size > 2 and size % 2 == 0:
-                words = f"with its halves along dimension {dim} exchanged"
-                yield _with(call, place, words, tensor.roll(size // 2, dim))
+        for words, turned in turnings(tensor) if tensor.is_floating_point() else ():
+            yield _with(call, place, words, turned)
     for (i, one), (j, other) in combinations(enumerate(call.tensors), 2):
         floating = one.is_floating_point() and other.is_floating_point()
         if floating and one.shape == other.shape and call.name not in _BOTH_WAYS:
             words = f"operands {i + 1} and {j + 1} of `{call.name}` exchanged"
             yield words, call.with_tensor(i, other).with_tensor(j, one).run
+
+
+def _neutral(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
+    """A term of a sum that is nothing, a factor that is one."""
+    own = {"mul": (0, 1), "div": (1,)}.get(call.name, range(3) if call.name in _SUMS else ())
+    made, word = (torch.zeros_like, "left out") if call.name in _SUMS else (torch.ones_like, "taken as one")
+    for place, tensor in enumerate(call.tensors):
+        if place in own and tensor.is_floating_point():
+            yield _with(call, place, word, made(tensor))
 
 
 def _others(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
@@ -147,10 +171,23 @@ def _others(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
             yield _with(call, place, "that is another value", other)
 
 
+def _normed_alone(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
+    """Of a sum that is normed one term alone is, and the other added to that."""
+    if not call.name.endswith("_norm") or not call.tensors:
+        return
+    x = call.tensors[0]
+    alike = [t for t in earlier if t.shape == x.shape and t is not x][: -OTHERS - 1 : -1]
+    for one, other in permutations(alike, 2):
+        if torch.equal(one + other, x):
+            words = f"a residual that `{call.name}` does not norm"
+            yield words, lambda one=one, other=other: one + call.with_tensor(0, other).run()
+
+
 def _with(call: Call, place: int, words: str, tensor: Tensor) -> Mutation:
     which = f"operand {place + 1} of" if len(call.tensors) > 1 else "the operand of"
     return f"{which} `{call.name}` {words}", call.with_tensor(place, tensor).run
 
 
 SETTINGS = (_altered, _integers, _parts_exchanged, _left_out, _dims)
-OPERANDS = (_terms, _turned, _others)
+OPERANDS = (_terms, _turned, _others, _normed_alone)
+NEUTRAL = (_neutral,)

@@ -6,8 +6,9 @@ import torch
 
 from driftlab.arithmetic.accused import Accused
 from driftlab.arithmetic.difference import Difference
+from driftlab.arithmetic.fitting import fitting
 from driftlab.arithmetic.locating import BACKWARD
-from driftlab.arithmetic.mutants import Mutant, fitting
+from driftlab.arithmetic.mutants import Mutant
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.quantities import read_both
 from driftlab.arithmetic.stopped import Stop, stopped
@@ -61,7 +62,8 @@ def changed_call(found: Examination, difference: Difference, place: str) -> Muta
             for n in order
             if n in theirs
         ]
-        fit = fitting(cases, flow_of(pair.candidate, found.whole, arithmetic, pass_, pair.seed))
+        candidate = flow_of(pair.candidate, found.whole, arithmetic, pass_, pair.seed)
+        fit = fitting(cases, candidate, near=place)
         return next((m for m in fit if m.scope == place), next(iter(fit), None))
     return None
 

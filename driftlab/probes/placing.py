@@ -65,14 +65,18 @@ def placed(
 def _or_where_a_call_would(
     found: Examination, place: Place, difference: Difference, located: tuple[str, Difference] | None
 ) -> tuple[Place, Difference, str]:
-    """The same; where no pair is wrong, the module of a call whose change makes the outputs what they are."""
-    mutant = None if located else changed_call(found, difference, place.module)
+    """The same; or the module of a call whose change makes the outputs what they are.
+
+    Not where a pair of modules is wrong, and it is in it.
+    """
+    within = located is not None and lies_in(place.module, located[0])
+    mutant = None if within else changed_call(found, difference, place.module)
     if mutant is None:
         return place, difference, ""
     if place.module != mutant.scope:
         place = _at(found.pair, mutant.scope, place.pass_)
     where = f" in `{mutant.scope}`" if mutant.scope else ""
-    return place, difference, f"{mutant.words}{where} would do that"
+    return place, difference, f"{mutant.said}{where} would do that"
 
 
 def _at(pair: Pair, module: str, pass_: str) -> Place:

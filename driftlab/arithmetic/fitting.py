@@ -1,0 +1,190 @@
+"""The reference once more with a mistake in one of its calls: which mistake makes the candidate of it?
+
+Mutation-based fault localization (Papadakis and Le Traon, Metallaxis-FL, 2015; Moon et al., MUSE, 2014) the
+other way round. There a faulty program is changed until its tests pass, here a right one until it gives what
+the faulty one does. Results that agree to the last digits are not brought about by another mistake, so where
+the changed call stands is where the mistake is, in whatever form the candidate was written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from driftlab.arithmetic.accused import Accused
+from driftlab.arithmetic.anew import Anew
+from driftlab.arithmetic.call_modes import Calls, Change, floating
+from driftlab.arithmetic.difference import distance, finite_norm
+from driftlab.arithmetic.explanations import spelled
+from driftlab.arithmetic.flow import Flow, Scopes
+from driftlab.arithmetic.frontier import Frontier
+from driftlab.arithmetic.mutants import NUMBER, Mutant, Mutants
+from driftlab.arithmetic.passes import in_arithmetic
+from driftlab.arithmetic.prints import AGREE
+from driftlab.arithmetic.shadow import held
+from driftlab.arithmetic.torch_call import Call
+from driftlab.arithmetic.tracing import results_of
+from driftlab.network.calling import copied
+from driftlab.network.compiled import eager
+from driftlab.rounding import HALFWAY_BITS
+
+# Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
+RUNS, ELEMENTS, STEPS = 400, 1e8, 10
+# Where no sign speaks for a change: calls that all runs may make together.
+UNSIGNED_CALLS = 60_000
+
+Results = dict[str, Tensor]
+
+
+def fitting(cases: Sequence[Accused], candidate: Flow, near: str = "") -> list[Mutant]:
+    """The changes of the reference that make the candidate's results of it, of the first kind that has any.
+
+    Args:
+        cases: all quantities of the pass, a wrong one first.
+        candidate: the flow of its values.
+        near: the module whose calls are changed first.
+    """
+    trials = _Trials(cases)
+    mutants = trials.mutants(candidate, near)
+    if mutants is None:
+        return []
+    most = min(RUNS, ELEMENTS / max(1, mutants.elements))
+    trials.runs = most
+    found = trials.fitting(mutants.found, mutants.lines) or trials.fitting(mutants.signs, mutants.lines)
+    trials.runs = min(most, UNSIGNED_CALLS / max(1, mutants.calls))
+    return found or trials.fitting(mutants.unsigned, mutants.lines)
+
+
+class _Trials:
+    """Attributes:
+    runs: that are left.
+    """
+
+    def __init__(self, cases: Sequence[Accused]):
+        self._cases, first = cases, cases[0]
+        self._network = copied(first.reference)
+        self._earlier: list[Tensor] = []
+        self._scopes = Scopes(self._network, self._entered)
+        self._running = in_arithmetic(self._network, first.arithmetic)
+        self._twin = Anew(self._running)
+        self.runs = 0.0
+
+    def mutants(self, candidate: Flow, near: str) -> Mutants | None:
+        """None of a network that does not repeat itself."""
+        seen, before = candidate.seen(), _buffers(self._running)
+        frontier = Frontier(seen)
+        as_it_is = self._results(frontier.watch)
+        if not all(_same(case, case.mine, as_it_is) for case in self._cases):
+            return None
+        left = {n: t for n, t in _buffers(self._running).items() if not torch.equal(t, before[n])}
+        names = {id(module): name for name, module in self._running.named_modules()}
+        found = Mutants(self._network, names, lambda: self._scopes.now, seen, frontier.calls())
+        self._results(found.look)
+        found.finish(self._running, left, near)
+        return found
+
+    def fitting(self, mutants: Sequence[Mutant], lines: dict[tuple, set[int]]) -> list[Mutant]:
+        """Those that fit, alone or at every call on their line; of the first kind that has any."""
+        found: list[Mutant] = []
+        for one in (one for mutant in mutants for one in _alike(mutant, lines)):
+            if self.runs <= 0 or (found and one.kind is not found[0].kind):
+                break
+            found += filter(None, [self._fit(one)])
+        return found
+
+    def _entered(self, tensors: object, scope: str) -> None:
+        if not self._scopes.inside:
+            self._earlier += floating(pytree.tree_leaves(tensors))
+
+    def _fit(self, mutant: Mutant) -> Mutant | None:
+        """The mutant, if it fits; with its number, which is found by the secant method."""
+        if mutant.kind is not NUMBER:
+            return mutant if self._agrees(self._changed(mutant, 1.0)) else None
+        if self._agrees(self._changed(mutant, 0.0)):
+            return replace(mutant, words=f"0 times {mutant.words}")
+        tried, times = [(1.0, -1.0)], 1.01
+        for _ in range(STEPS):
+            results = self._changed(mutant, times)
+            if (way := self._way(results)) is None:
+                return None
+            tried.append((times, way))
+            better = _secant(*tried[-2:])
+            if self._agrees(results):
+                times = better or times
+                return replace(mutant, words=f"{spelled(times) or f'{times:.6g}'} times {mutant.words}")
+            if better is None:
+                return None
+            times = better
+        return None
+
+    def _way(self, results: Results) -> float | None:
+        """How far from the reference's result, -1, to the candidate's, 0."""
+        case = self._cases[0]
+        found, apart = results.get(case.difference.name), case.theirs - case.mine
+        if found is None or found.shape != apart.shape:
+            return None
+        way = float(((found - case.mine) * apart).sum() / (apart * apart).sum()) - 1
+        return way if math.isfinite(way) else None
+
+    def _agrees(self, results: Results) -> bool:
+        """In every quantity, but for rounding, which leaves next to nothing of the difference."""
+        if not all(_same(case, case.theirs, results) for case in self._cases):
+            return False
+        first = self._cases[0]
+        return distance(first.theirs, results[first.difference.name]) * HALFWAY_BITS <= first.apart
+
+    def _changed(self, mutant: Mutant, times: float) -> Results:
+        def change(number: int, call: Call, earlier: Sequence[Tensor]) -> Any:
+            return mutant.change(number, call, earlier, times) if number in mutant.calls else call.run()
+
+        self.runs -= 1
+        try:
+            return self._results(change, mutant)
+        except Exception:  # it does not run so, wherever that shows
+            return {}
+
+    def _results(self, change: Change, mutant: Mutant | None = None) -> Results:
+        first, twin = self._cases[0], self._twin.begun()
+        pass_ = first.difference.pass_
+        self._scopes.begin()
+        with eager():
+            if pass_ == "eval":  # what is evaluated has been trained on the batch
+                results_of(twin, first.call, first.arithmetic, "forward", first.seed)
+            self._earlier.clear()
+            if mutant is not None:
+                mutant.weights(twin)
+            with Calls(self._scopes, self._earlier, change):
+                return results_of(twin, first.call, first.arithmetic, pass_, first.seed)
+
+
+def _alike(mutant: Mutant, lines: dict[tuple, set[int]]) -> Iterator[Mutant]:
+    yield mutant
+    calls = lines.get(mutant.line, ())
+    if len(calls) > 1 and min(calls) in mutant.calls and len(mutant.calls) == 1:
+        yield replace(mutant, calls=frozenset(calls))
+
+
+def _buffers(network: nn.Module) -> dict[str, Tensor]:
+    tensors = {name: held(buffer).detach() for name, buffer in network.named_buffers()}
+    return {name: tensor.clone() for name, tensor in tensors.items() if tensor.is_floating_point()}
+
+
+def _same(case: Accused, wanted: Tensor, results: Results) -> bool:
+    found = results.get(case.difference.name)
+    if found is None or found.shape != wanted.shape:
+        return False
+    return distance(wanted, found) <= max(case.rounding, AGREE * finite_norm(wanted))
+
+
+def _secant(*tried: tuple[float, float]) -> float | None:
+    (one, at_one), (two, at_two) = tried
+    if at_one == at_two:
+        return None
+    new = two - at_two * (two - one) / (at_two - at_one)
+    return new if abs(new) < 1e4 and new != two else None

@@ -1,0 +1,84 @@
+"""Where one network stops to come by what the other computes, be it in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from driftlab.arithmetic.call_modes import parts
+from driftlab.arithmetic.orders import JOINS, MOVES
+from driftlab.arithmetic.prints import AGREE, Seen, prints
+from driftlab.arithmetic.torch_call import Call
+
+
+def comes_by(seen: Seen, values: Any) -> bool | None:
+    """Whether all of them were come by, in any order; None of what holds no floating numbers."""
+    found = [p for t in parts(values) if (p := prints(t)) is not None]
+    return all(seen.find(p.whole) for p in found) if found else None
+
+
+def same_numbers(one: Any, other: Any) -> bool:
+    """In any order."""
+    found = [[prints(t) for t in parts(values)] for values in (one, other)]
+    pairs = zip(*found, strict=False)
+    return all(a and b and a.whole[0] == b.whole[0] and a.apart(b) <= AGREE for a, b in pairs)
+
+
+class Frontier:
+    """Calls whose result the other network comes by, while it lacks what is made of it.
+
+    Then the numbers may be right and their order is not, which shows in what is made of them.
+
+    Args:
+        seen: the values of the other network.
+    """
+
+    def __init__(self, seen: Seen):
+        self._seen = seen
+        self._had: dict[int, bool | None] = {}
+        self._read: dict[int, set[int]] = {}
+        self._in_order: dict[int, set[int]] = {}
+        self._by_number: set[int] = set()
+        self._made: dict[int, int] = {}  # by the tensor's id
+        self._alive: list[Tensor] = []
+
+    def watch(self, number: int, call: Call, earlier: Sequence[Tensor]) -> Any:
+        out = call.run()
+        self._had[number] = comes_by(self._seen, out)
+        self._read[number] = self._makers(call.tensors)
+        self._in_order[number] = self._makers(_gives_its_order(call, out))
+        if call.name not in (*MOVES, *JOINS):
+            self._by_number.add(number)
+        for tensor in parts(out):
+            self._made[id(tensor)] = number
+            self._alive.append(tensor)  # so that nobody else gets its id
+        return out
+
+    def _makers(self, tensors: Sequence[Tensor]) -> set[int]:
+        return {self._made[id(t)] for t in tensors if id(t) in self._made}
+
+    def calls(self) -> dict[int, bool]:
+        """And those whose order is theirs. Whether that order is a call's own, or moved by it."""
+        users: dict[int, list[int]] = {number: [] for number in self._had}
+        for number, read in self._read.items():
+            for made in read:
+                users[made].append(number)
+        found = {
+            number
+            for number, had in self._had.items()
+            if had and (not users[number] or any(self._had[user] is False for user in users[number]))
+        }
+        for number in sorted(self._had, reverse=True):
+            if number in found:
+                found |= {made for made in self._in_order[number] if self._had[made]}
+        return {n: n not in self._by_number or not self._in_order[n] & found for n in found}
+
+
+def _gives_its_order(call: Call, out: Any) -> list[Tensor]:
+    """The operands whose order the result has: what is moved or joined, or taken number by number."""
+    if call.name in (*MOVES, *JOINS):
+        return call.tensors
+    alike = [t for t in call.tensors if isinstance(out, Tensor) and t.shape == out.shape]
+    return alike if len(alike) == 1 else []
