@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from itertools import combinations
 
@@ -25,19 +25,46 @@ def weight_mutations(
     Args:
         left: buffers that a call changes, as it leaves them.
     """
-    tensors = _tensors(network)
-    beside: dict[tuple, list[str]] = defaultdict(list)
-    for name, tensor in tensors.items():
-        owner = name.rpartition(".")[0]
-        yield owner, f"`{name}` left out", partial(_set, {name: torch.zeros(())})
-        beside[owner.rpartition(".")[0], tensor.shape, tensor.requires_grad].append(name)
-    for names in beside.values():
-        for pair in combinations(names, 2) if len(names) <= SIDE_BY_SIDE else ():
-            owner = common([name.rpartition(".")[0] for name in pair])
-            yield owner, f"`{pair[0]}` and `{pair[1]}` exchanged", partial(_exchange, *pair)
+    for name in _tensors(network):
+        yield _owner(name), f"`{name}` left out", partial(_set, {name: torch.zeros(())})
+    for one, other in (*_pairs(_own(network)), *_pairs(_modules(network))):
+        words = (
+            f"`{one[0]}` and `{other[0]}`"
+            if len(one) == 1
+            else f"`{_owner(one[0])}` and `{_owner(other[0])}`"
+        )
+        owner = common([_owner(one[0]), _owner(other[0])])
+        yield owner, f"{words} exchanged", partial(_exchange, dict(zip(one, other, strict=True)))
     for name, tensor in left.items():
-        words = f"`{name}` as the call leaves it"
-        yield name.rpartition(".")[0], words, partial(_set, {name: tensor})
+        yield _owner(name), f"`{name}` as the call leaves it", partial(_set, {name: tensor})
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _pairs(alike: Mapping[Hashable, list[list[str]]]) -> Iterator[tuple[list[str], list[str]]]:
+    for found in alike.values():
+        yield from combinations(found, 2) if len(found) <= SIDE_BY_SIDE else ()
+
+
+def _own(network: nn.Module) -> dict[Hashable, list[list[str]]]:
+    """The tensors of one module, by their shapes."""
+    alike: dict[Hashable, list[list[str]]] = defaultdict(list)
+    for name, tensor in _tensors(network).items():
+        alike[_owner(name), tensor.shape, tensor.requires_grad].append([name])
+    return alike
+
+
+def _modules(network: nn.Module) -> dict[Hashable, list[list[str]]]:
+    """All tensors of each module beside another, by their shapes."""
+    alike: dict[Hashable, list[list[str]]] = defaultdict(list)
+    for name, module in network.named_modules():
+        held = _tensors(module) if name else {}
+        if held:
+            shapes = tuple((own, tensor.shape) for own, tensor in held.items())
+            alike[_owner(name), shapes].append([f"{name}.{own}" for own in held])
+    return alike
 
 
 def _tensors(network: nn.Module) -> dict[str, Tensor]:
@@ -52,6 +79,7 @@ def _set(values: Mapping[str, Tensor], network: nn.Module) -> None:
         held(own[name]).copy_(value)
 
 
-def _exchange(one: str, other: str, network: nn.Module) -> None:
+def _exchange(pairs: Mapping[str, str], network: nn.Module) -> None:
     own = _tensors(network)
-    _set({one: held(own[other]).clone(), other: held(own[one]).clone()}, network)
+    both = [*pairs.items(), *((other, one) for one, other in pairs.items())]
+    _set({one: held(own[other]).clone() for one, other in both}, network)
