@@ -1,4 +1,4 @@
-"""Mistakes that no number tells: another order, weights exchanged, calls that share what is each one's own."""
+"""Mistakes that no number tells: another order, weights exchanged, calls that share what is each's own."""
 
 import pytest
 import torch
