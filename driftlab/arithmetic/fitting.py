@@ -82,7 +82,8 @@ class _Trials:
         as_it_is = self._results(frontier.watch)
         if not all(_same(case, case.mine, as_it_is) for case in self._cases):
             return None
-        left = {n: t for n, t in _buffers(self._running).items() if not torch.equal(t, before[n])}
+        after = _buffers(self._running)
+        left = {n: t for n, t in after.items() if n in before and not torch.equal(t, before[n])}
         names = {id(module): name for name, module in self._running.named_modules()}
         found = Mutants(self._network, names, lambda: self._scopes.now, seen, frontier.calls())
         self._results(found.look)

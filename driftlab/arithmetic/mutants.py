@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from driftlab.arithmetic.call_modes import parts
 from driftlab.arithmetic.frontier import comes_by, same_numbers
 from driftlab.arithmetic.mutations import (
+    JOINED,
     NEUTRAL,
     OPERANDS,
     SETTINGS,
@@ -49,6 +50,10 @@ def _as_it_is(number: int, call: Call, earlier: Sequence[Tensor], times: float) 
     return call.run()
 
 
+def _as_they_are(network: nn.Module) -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class Mutant:
     """Calls, or weights, changed in one way.
@@ -69,7 +74,7 @@ class Mutant:
     calls: frozenset[int] = frozenset()
     change: Made = _as_it_is
     line: tuple = ()
-    weights: Callable[[nn.Module], None] = lambda network: None
+    weights: Callable[[nn.Module], None] = _as_they_are
 
     @property
     def said(self) -> str:
@@ -110,7 +115,7 @@ class Mutants:
         self.unsigned: list[Mutant] = []
         self.lines: defaultdict[tuple, set[int]] = defaultdict(set)
         self.calls = self.elements = self._looked_at = 0
-        self._calls: defaultdict[tuple, dict[int, Call]] = defaultdict(dict)  # of one module, of one weight
+        self._norms: defaultdict[tuple, dict[int, Call]] = defaultdict(dict)  # by the module and the weight
 
     def look(self, number: int, call: Call, earlier: Sequence[Tensor]) -> Any:
         out = call.run()
@@ -123,7 +128,8 @@ class Mutants:
             return out
         scope = module_at_work(self._names) or self._scope()
         here = Mutant(scope, "", NUMBER, frozenset({number}), line=line)
-        self._calls[scope, call.name, id((call.given() or {}).get("weight"))][number] = call
+        if call.name in JOINED:
+            self._norms[scope, call.name, id((call.given() or {}).get("weight"))][number] = call
         self.found += _with_another_number(here, call)
         self.found += (m for m, _ in self._made(here, SETTINGS, call, earlier, out))
         if kept and self._frontier[number]:
@@ -145,20 +151,20 @@ class Mutants:
             left: its buffers that a call changes, as it leaves them.
             near: the module whose calls are to be changed first.
         """
-        for (scope, *_), calls in self._calls.items():
-            if (together := normed_together(calls)) is not None:
-                change = partial(_instead, together)
-                words = "statistics of all calls together"
-                self.unsigned.append(Mutant(scope, words, TOGETHER, frozenset(together), change))
-        for owner, words, change in weight_mutations(twin, left):
-            self.unsigned.append(Mutant(owner, words, WEIGHTS, weights=change))
+        self.unsigned += self._together()
+        changes = weight_mutations(twin, left)
+        self.unsigned += (Mutant(owner, words, WEIGHTS, weights=change) for owner, words, change in changes)
         for mutants in (self.found, self.signs, self.unsigned):
             mutants.sort(key=lambda m: _apart(m.scope, near))
-        kinds: dict[Hashable, list[Mutant]] = {}
-        for mutant in self.unsigned:
-            kinds.setdefault("orders" if mutant.kind in ORDERS else mutant.kind, []).append(mutant)
-        self.unsigned = [m for m in chain.from_iterable(zip_longest(*kinds.values())) if m is not None]
         self.found.sort(key=lambda m: -1 if m.kind is NUMBER else SETTINGS.index(m.kind))
+        self.unsigned = _in_turns(self.unsigned)
+
+    def _together(self) -> Iterator[Mutant]:
+        """Norms by the statistics of all calls."""
+        for (scope, *_), calls in self._norms.items():
+            if (made := normed_together(calls)) is not None:
+                words, change = "statistics of all calls together", partial(_instead, made)
+                yield Mutant(scope, words, TOGETHER, frozenset(made), change)
 
     def _handed_by(self, scope: str) -> str:
         """The module whose code hands on what is taken there."""
@@ -219,6 +225,14 @@ def _mutated(
 
 def _instead(made: Mapping[int, Tensor], number: int, *others: Any) -> Tensor:
     return made[number].clone()
+
+
+def _in_turns(mutants: Sequence[Mutant]) -> list[Mutant]:
+    """One of each kind, and again, as long as there are any."""
+    kinds: dict[Hashable, list[Mutant]] = {}
+    for mutant in mutants:
+        kinds.setdefault("orders" if mutant.kind in ORDERS else mutant.kind, []).append(mutant)
+    return [m for m in chain.from_iterable(zip_longest(*kinds.values())) if m is not None]
 
 
 def _apart(one: str, other: str) -> int:

@@ -23,6 +23,7 @@ OTHERS = 16
 _DRAWS = ("dropout", "rand", "randn", "randint", "bernoulli", "multinomial", "normal", "alpha_dropout")
 _ALONG = ("sum", "mean", "softmax", "log_softmax", "amax", "amin", "logsumexp", "cumsum", "std", "var")
 _BOTH_WAYS = ("add", "mul", "maximum", "minimum")
+JOINED = ("batch_norm", "group_norm")
 _SUMS = ("add", "sub", "rsub", "lerp", "addcmul", "addmm", "baddbmm")
 # These take any integers, or refuse those that are none of theirs. The kernel of a recurrent layer, given
 # other lengths, writes where it may not.
@@ -66,7 +67,7 @@ def normed_together(calls: Mapping[int, Call]) -> dict[int, Tensor] | None:
 
     None where it is no such norm, or is called once.
     """
-    if len(calls) < 2 or any(call.name not in ("batch_norm", "group_norm") for call in calls.values()):
+    if len(calls) < 2 or any(call.name not in JOINED for call in calls.values()):
         return None
     given = [call.argument(0, "input") for call in calls.values()]
     by_batch = next(iter(calls.values())).name == "batch_norm"
