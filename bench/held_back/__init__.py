@@ -5,5 +5,6 @@ shown was mended. Nine labels were widened when they had been judged: a right pa
 (5), or its reference diverge (3), and rounding to bfloat16 be called fewer bits (1).
 
 ``sixth_*``, four networks in flat code, was judged when modules had learnt to be silenced; ``seventh_*``,
-five more, when one change of the reference had learnt to tell the place.
+five more, when one change of the reference had learnt to tell the place; ``eighth_*``, four more, when such
+changes had learnt of other orders and of weights.
 """

@@ -24,7 +24,8 @@ from driftlab.arithmetic.difference import distance, finite_norm
 from driftlab.arithmetic.explanations import spelled
 from driftlab.arithmetic.flow import Flow, Scopes
 from driftlab.arithmetic.frontier import Frontier
-from driftlab.arithmetic.mutants import NUMBER, Mutant, Mutants
+from driftlab.arithmetic.mutant import NUMBER, Mutant
+from driftlab.arithmetic.mutants import Mutants
 from driftlab.arithmetic.passes import in_arithmetic
 from driftlab.arithmetic.prints import AGREE
 from driftlab.arithmetic.shadow import held
@@ -36,8 +37,8 @@ from driftlab.rounding import HALFWAY_BITS
 
 # Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
 RUNS, ELEMENTS, STEPS = 400, 1e8, 10
-# Where no sign speaks for a change: calls that all runs may make together.
-UNSIGNED_CALLS = 60_000
+# Where no sign speaks for a change: runs, and calls that all of them may make together.
+UNSIGNED_RUNS, UNSIGNED_CALLS = 800, 60_000
 
 Results = dict[str, Tensor]
 
@@ -54,10 +55,10 @@ def fitting(cases: Sequence[Accused], candidate: Flow, near: str = "") -> list[M
     mutants = trials.mutants(candidate, near)
     if mutants is None:
         return []
-    most = min(RUNS, ELEMENTS / max(1, mutants.elements))
-    trials.runs = most
+    most = ELEMENTS / max(1, mutants.elements)
+    trials.runs = min(RUNS, most)
     found = trials.fitting(mutants.found, mutants.lines) or trials.fitting(mutants.signs, mutants.lines)
-    trials.runs = min(most, UNSIGNED_CALLS / max(1, mutants.calls))
+    trials.runs = min(UNSIGNED_RUNS, most, UNSIGNED_CALLS / max(1, mutants.calls))
     return found or trials.fitting(mutants.unsigned, mutants.lines)
 
 
@@ -85,9 +86,9 @@ class _Trials:
         after = _buffers(self._running)
         left = {n: t for n, t in after.items() if n in before and not torch.equal(t, before[n])}
         names = {id(module): name for name, module in self._running.named_modules()}
-        found = Mutants(self._network, names, lambda: self._scopes.now, seen, frontier.calls())
+        found = Mutants(self._network, names, lambda: self._scopes.now, seen, frontier.calls(), near)
         self._results(found.look)
-        found.finish(self._running, left, near)
+        found.finish(self._running, left)
         return found
 
     def fitting(self, mutants: Sequence[Mutant], lines: dict[tuple, set[int]]) -> list[Mutant]:

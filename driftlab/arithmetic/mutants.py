@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, zip_longest
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from driftlab.arithmetic.call_modes import parts
 from driftlab.arithmetic.frontier import comes_by, same_numbers
+from driftlab.arithmetic.mutant import NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
 from driftlab.arithmetic.mutations import (
     JOINED,
     NEUTRAL,
@@ -34,52 +35,12 @@ from driftlab.arithmetic.prints import Seen
 from driftlab.arithmetic.torch_call import Call
 from driftlab.arithmetic.weight_mutations import weight_mutations
 from driftlab.blame import caller, module_at_work
-from driftlab.network.modules import common, is_torchs
+from driftlab.network.modules import is_torchs
 
 # Changed calls that are looked for among the candidate's values.
 LOOKED_AT = 10_000
 # They write into two of their operands, which may be another's weight once operands are exchanged.
 _MOVES_STATISTICS = ("batch_norm", "instance_norm")
-NUMBER, WEIGHTS, TOGETHER = "another number", "weights", "together"
-
-# The number of a call, itself, what was made before it, and the number that is to be found; gives the result.
-Made = Callable[[int, Call, Sequence[Tensor], float], Any]
-
-
-def _as_it_is(number: int, call: Call, earlier: Sequence[Tensor], times: float) -> Any:
-    return call.run()
-
-
-def _as_they_are(network: nn.Module) -> None:
-    pass
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """Calls, or weights, changed in one way.
-
-    Attributes:
-        scope: the module in which the first stands, or that owns them.
-        words: what was changed.
-        kind: the operator of which the change is one, or another kind of change.
-        calls: their numbers.
-        change: what is made of each in its place.
-        line: of code, and the place in it, where they stand.
-        weights: changes them, in the network that it is given.
-    """
-
-    scope: str
-    words: str
-    kind: Hashable
-    calls: frozenset[int] = frozenset()
-    change: Made = _as_it_is
-    line: tuple = ()
-    weights: Callable[[nn.Module], None] = _as_they_are
-
-    @property
-    def said(self) -> str:
-        several = len(self.calls) > 1 and self.kind != TOGETHER
-        return f"{self.words}, each time" if several else self.words
 
 
 class Mutants:
@@ -91,6 +52,7 @@ class Mutants:
         scope: which module is at work, where that is not seen.
         seen: what the candidate comes by.
         frontier: calls whose results it comes by, be it in another order, which may be their own.
+        near: the module whose calls are to be changed first.
 
     Attributes:
         found: mutants that are tried wherever they can be.
@@ -107,14 +69,16 @@ class Mutants:
         scope: Callable[[], str],
         seen: Seen,
         frontier: Mapping[int, bool],
+        near: str,
     ):
-        self._network, self._names, self._scope = network, names, scope
+        self._network, self._names, self._scope, self._near = network, names, scope, near
         self._seen, self._frontier = seen, frontier
         self.found: list[Mutant] = []
         self.signs: list[Mutant] = []
         self.unsigned: list[Mutant] = []
         self.lines: defaultdict[tuple, set[int]] = defaultdict(set)
         self.calls = self.elements = self._looked_at = 0
+        self._indices = Indices()
         self._norms: defaultdict[tuple, dict[int, Call]] = defaultdict(dict)  # by the module and the weight
 
     def look(self, number: int, call: Call, earlier: Sequence[Tensor]) -> Any:
@@ -123,10 +87,11 @@ class Mutants:
         self.elements += sum(t.numel() for t in parts(out))
         line = (*caller(), call.name)
         self.lines[line].add(number)
+        scope = module_at_work(self._names) or self._scope()
+        self._indices.see(number, scope, call)
         kept = number in self._frontier
         if not kept and comes_by(self._seen, out):  # the candidate's call is right
             return out
-        scope = module_at_work(self._names) or self._scope()
         here = Mutant(scope, "", NUMBER, frozenset({number}), line=line)
         if call.name in JOINED:
             self._norms[scope, call.name, id((call.given() or {}).get("weight"))][number] = call
@@ -134,28 +99,29 @@ class Mutants:
         self.found += (m for m, _ in self._made(here, SETTINGS, call, earlier, out))
         if kept and self._frontier[number]:
             self.unsigned += (m for m, _ in self._made(here, ORDERS, call, earlier, out))
-        here = replace(here, scope=self._handed_by(scope))
+        here = replace(here, scope=self._handed_by(scope), made_in=scope)
         for mutant, made in self._made(here, OPERANDS, call, earlier, out):
             if kept and same_numbers(out, made):
                 self.unsigned.append(mutant)
             elif comes_by(self._seen, made):
                 self.signs.append(mutant)
+            elif mutant.away(self._near) <= 1:
+                self.unsigned.append(mutant)
         self.unsigned += (m for m, _ in self._made(here, NEUTRAL, call, earlier, out))
         return out
 
-    def finish(self, twin: nn.Module, left: Mapping[str, Tensor], near: str) -> None:
+    def finish(self, twin: nn.Module, left: Mapping[str, Tensor]) -> None:
         """When all calls were seen.
 
         Args:
             twin: the network that runs.
             left: its buffers that a call changes, as it leaves them.
-            near: the module whose calls are to be changed first.
         """
-        self.unsigned += self._together()
+        self.unsigned += (*self._together(), *self._indices.mutants())
         changes = weight_mutations(twin, left)
         self.unsigned += (Mutant(owner, words, WEIGHTS, weights=change) for owner, words, change in changes)
         for mutants in (self.found, self.signs, self.unsigned):
-            mutants.sort(key=lambda m: _apart(m.scope, near))
+            mutants.sort(key=lambda m: m.away(self._near))
         self.found.sort(key=lambda m: -1 if m.kind is NUMBER else SETTINGS.index(m.kind))
         self.unsigned = _in_turns(self.unsigned)
 
@@ -233,9 +199,3 @@ def _in_turns(mutants: Sequence[Mutant]) -> list[Mutant]:
     for mutant in mutants:
         kinds.setdefault("orders" if mutant.kind in ORDERS else mutant.kind, []).append(mutant)
     return [m for m in chain.from_iterable(zip_longest(*kinds.values())) if m is not None]
-
-
-def _apart(one: str, other: str) -> int:
-    """How many steps lie between two modules."""
-    shared = common([one, other])
-    return sum(name.count(".") + bool(name) for name in (one, other)) - 2 * (shared.count(".") + bool(shared))

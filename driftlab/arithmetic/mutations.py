@@ -28,10 +28,10 @@ _SUMS = ("add", "sub", "rsub", "lerp", "addcmul", "addmm", "baddbmm")
 # These take any integers, or refuse those that are none of theirs. The kernel of a recurrent layer, given
 # other lengths, writes where it may not.
 _CHECKED = (
-    *("add", "sub", "rsub", "mul", "floordiv", "floor_divide", "remainder", "mod", "clamp", "abs"),
+    *("add", "sub", "rsub", "mul", "div", "floordiv", "floor_divide", "remainder", "mod", "clamp", "abs"),
     *("neg", "minimum", "maximum", "ge", "gt", "le", "lt", "eq", "ne", "and", "or", "xor", "invert", "bool"),
     *("logical_and", "logical_or", "logical_not", "where", "masked_fill", "getitem", "gather", "cumsum"),
-    *("embedding", "index_select", "take_along_dim"),
+    *("embedding", "index_select", "take_along_dim", "index_add", "scatter", "scatter_add", "scatter_reduce"),
 )
 
 
@@ -116,9 +116,13 @@ def _parts_exchanged(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation
             yield words, lambda order=tuple(order): tuple(call.run()[k] for k in order)
 
 
+def checks_integers(call: Call) -> bool:
+    return call.name in _CHECKED
+
+
 def _integers(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """Positions that are one off or of the other sign, a mask that is inverted or nowhere."""
-    for place, tensor in enumerate(call.tensors if call.name in _CHECKED else ()):
+    for place, tensor in enumerate(call.tensors if checks_integers(call) else ()):
         if tensor.dtype is torch.bool:
             yield _with(call, place, "inverted", ~tensor)
             yield _with(call, place, "that is false everywhere", torch.zeros_like(tensor))

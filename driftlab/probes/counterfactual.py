@@ -8,7 +8,7 @@ from driftlab.arithmetic.accused import Accused
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.fitting import fitting
 from driftlab.arithmetic.locating import BACKWARD
-from driftlab.arithmetic.mutants import Mutant
+from driftlab.arithmetic.mutant import Mutant
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.quantities import read_both
 from driftlab.arithmetic.stopped import Stop, stopped
