@@ -17,6 +17,9 @@ from driftlab.network.modules import common, lies_in
 
 NUMBER, WEIGHTS, TOGETHER, INDEX = "another number", "weights", "together", "index"
 
+# So many tensors of integers are told apart: a loop may make new ones without end.
+MOST = 32
+
 # The number of a call, itself, what was made before it, and the number that is to be found; gives the result.
 Made = Callable[[int, Call, Sequence[Tensor], float], Any]
 
@@ -85,6 +88,8 @@ class Indices:
         for tensor in call.tensors if checks_integers(call) else ():
             if not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() > 1:
                 alike = next((i for i in self._seen if _equal(i.values, tensor)), None)
+                if alike is None and len(self._seen) == MOST:
+                    continue
                 if alike is None:
                     self._seen.append(alike := _Index(tensor.clone()))
                 alike.calls[scope].add(number)
@@ -100,7 +105,13 @@ class Indices:
                     if alike and other.within(parent):
                         place = scope if other.within(scope) else parent
                         change = partial(_looked_up, one.values, other.values)
-                        yield Mutant(place, "integers that are others", INDEX, calls, change)
+                        words = f"integers {_shown(other.values)} for {_shown(one.values)}"
+                        yield Mutant(place, words, INDEX, calls, change)
+
+
+def _shown(values: Tensor) -> str:
+    first = values.flatten()[:4].tolist()
+    return f"[{', '.join(map(str, first))}{', ...' if values.numel() > 4 else ''}]"
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

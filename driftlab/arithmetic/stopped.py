@@ -5,7 +5,8 @@ reference sends back there, carried on to the weights. Along a random direction 
 number, <gradient sent back, change of the operand>. One backward pass and two forward passes with moved
 weights give it for every operand at once, and only where the gradient is stopped is it what the candidate
 lacks along several directions (Freivalds, Probabilistic machines can use less running time, 1977). A
-``detach`` that the candidate has not is found by running the reference without it.
+``detach`` that the candidate has not is found by running the reference without it, a norm through whose
+statistics nothing comes back by running it so.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from driftlab.arithmetic.call_modes import Key, Operands, Undetached
 from driftlab.arithmetic.flow import Scopes
+from driftlab.arithmetic.held_statistics import HeldStatistics
 from driftlab.arithmetic.passes import Recorded, computing, fresh_inputs, in_arithmetic, own_copies
 from driftlab.arithmetic.shadow import held, plain
 from driftlab.fold.layout import gradient_of
@@ -32,6 +34,8 @@ MOVED = 1e-6
 DIRECTIONS, NEAR = 3, 1e-4
 # What of a difference may be left where it is explained by a run.
 LEFT = 1e-6
+# Modules that are run one by one at most.
+MODULES = 64
 # Gradients that are kept, as numbers of 8 bytes: of a network that sends more back nothing is told.
 KEPT = 5e7
 
@@ -73,7 +77,7 @@ def stopped(
         lacks: its gradients less the candidate's, by the name of the weight or the number of the input.
     """
     ways = _Ways(network, whole, arithmetic, seed)
-    return ways.let_through(lacks) or ways.stopped(lacks)
+    return ways.let_through(lacks) or ways.stopped(lacks) or ways.held(lacks)
 
 
 class _Ways:
@@ -178,19 +182,25 @@ class _Ways:
 
     def let_through(self, lacks: Mapping[str, Tensor]) -> Stop | None:
         """In one module or in all, what it detaches is not detached."""
-        seen = Undetached(self._scopes)
+        words = "a gradient that goes on where the reference detaches would do that"
+        return self._in_modules(Undetached, lacks, words)
+
+    def held(self, lacks: Mapping[str, Tensor]) -> Stop | None:
+        """In one module or in all, norms send nothing back through their statistics."""
+        words = "a norm's statistics, held fixed on the way back, would do that"
+        return self._in_modules(HeldStatistics, lacks, words)
+
+    def _in_modules(
+        self, mode: type[Undetached | HeldStatistics], lacks: Mapping[str, Tensor], words: str
+    ) -> Stop | None:
+        seen = mode(self._scopes)
         before = self._run(seen)
-        one_by_one = [frozenset({scope}) for scope in seen.scopes]
+        one_by_one = [frozenset({scope}) for scope in seen.scopes][:MODULES]
         for scopes in (*one_by_one, frozenset(seen.scopes)) if seen.scopes else ():
-            after = self._run(Undetached(self._scopes, scopes))
+            after = self._run(mode(self._scopes, scopes))
             apart = {name: before[name] - after[name] - lack for name, lack in lacks.items()}
             if _norm(apart) <= LEFT * _norm(lacks):
-                return Stop(
-                    common(scopes),
-                    scopes,
-                    False,
-                    "a gradient that goes on where the reference detaches would do that",
-                )
+                return Stop(common(scopes), scopes, False, words)
         return None
 
     def _run(
