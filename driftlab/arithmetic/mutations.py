@@ -132,6 +132,19 @@ def _integers(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
             yield _with(call, place, "one less", tensor - 1)
 
 
+def _corrected(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
+    """A variance, or a mean of squares, over n - 1 in place of n, or the other way round."""
+    if call.name not in ("var", "std", "var_mean", "std_mean", "mean") or not call.tensors:
+        return
+    found = call.run()
+    out, *rest = found if isinstance(found, tuple) else (found,)
+    n = call.tensors[0].numel() / max(1, out.numel())
+    power = 0.5 if call.name.startswith("std") else 1.0
+    for words, factor in (("n - 1, not n", n / (n - 1)), ("n, not n - 1", (n - 1) / n)) if n > 1 else ():
+        made = out * factor**power
+        yield f"`{call.name}` over {words}", lambda made=made: (made, *rest) if rest else made
+
+
 def _terms(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """An operand that is nothing, or has the other sign."""
     for place, tensor in enumerate(call.tensors):
@@ -193,6 +206,6 @@ def _with(call: Call, place: int, words: str, tensor: Tensor) -> Mutation:
     return f"{which} `{call.name}` {words}", call.with_tensor(place, tensor).run
 
 
-SETTINGS = (_altered, _integers, _parts_exchanged, _left_out, _dims)
+SETTINGS = (_altered, _corrected, _integers, _parts_exchanged, _left_out, _dims)
 OPERANDS = (_terms, _turned, _others, _normed_alone)
 NEUTRAL = (_neutral,)

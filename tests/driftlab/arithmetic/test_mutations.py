@@ -58,3 +58,22 @@ def test_the_number_of_an_attention_is_its_scale():
     call = Call(torch.nn.functional.scaled_dot_product_attention, (query, query, query), {})
     torch.testing.assert_close(numbered(call)(1.0), call.run())
     torch.testing.assert_close(numbered(call)(0.0), query.mean(1, keepdim=True).expand(2, 3, 4))
+
+
+def test_a_variance_is_corrected_or_not():
+    x = torch.randn(5, 7, dtype=torch.float64)
+
+    def changed(*call):
+        both = (m for operator in SETTINGS for m in mutations(Call(*call), [], operator))
+        return {words: make() for words, make in both if " over n" in words}
+
+    over = {"`var` over n, not n - 1": 0, "`var` over n - 1, not n": 1}
+    for words, correction in over.items():
+        found = changed(torch.var, (x, 1), {"correction": 1 - correction})[words]
+        torch.testing.assert_close(found, x.var(1, correction=correction))
+    found = changed(torch.std_mean, (x, 0), {"correction": 1})["`std_mean` over n, not n - 1"]
+    torch.testing.assert_close(found, torch.std_mean(x, 0, correction=0))
+    away = (x - x.mean(1, keepdim=True)).square()
+    found = changed(torch.mean, (away, 1), {})["`mean` over n - 1, not n"]
+    torch.testing.assert_close(found, x.var(1))
+    assert not changed(torch.mean, (x[:1, :1], 1), {})
