@@ -197,5 +197,6 @@ def _in_turns(mutants: Sequence[Mutant]) -> list[Mutant]:
     """One of each kind, and again, as long as there are any."""
     kinds: dict[Hashable, list[Mutant]] = {}
     for mutant in mutants:
-        kinds.setdefault("orders" if mutant.kind in ORDERS else mutant.kind, []).append(mutant)
+        operators = next((some for some in (ORDERS, OPERANDS) if mutant.kind in some), mutant.kind)
+        kinds.setdefault(operators, []).append(mutant)
     return [m for m in chain.from_iterable(zip_longest(*kinds.values())) if m is not None]
