@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
 from itertools import chain
 
 from driftlab.arithmetic.flow import Flow
@@ -35,7 +36,7 @@ class Cone:
     ):
         self._within = within
         self._values, self._uses, self._seen = own.values, own.uses(), other.seen()
-        self._theirs, self._their_uses = other.values, other.uses()
+        self._other = other
         self._others = [value.prints for value in other.values]
         self._right, self._known = right, {}
         self._any_known = any(map(right, {value.scope for value in self._values} - {""}))
@@ -183,6 +184,10 @@ class Cone:
             scope = common([scope.rpartition(".")[0], *self._came_from(number, scope)])
         return scope
 
+    @cached_property
+    def _their_uses(self) -> list[list[int]]:
+        return self._other.uses()
+
     def _applied_otherwise(self, number: int) -> bool:
         """Whether the other applies a weight to something else than this network does, and of its size.
 
@@ -194,11 +199,12 @@ class Cone:
         if len(given) != 1 or not weights:
             return False
         weight = max(weights, key=lambda v: v.prints.whole[0])
-        alike = [n for n in self._seen.find(weight.prints.whole) if self._theirs[n].weight]
-        taken = {i for n in alike for use in self._their_uses[n] for i in self._theirs[use].inputs}
-        theirs = [self._others[i] for i in taken if not self._theirs[i].given]
-        alike = [p for p in theirs if p and p.whole[0] == given[0].whole[0]]
-        return bool(alike) and all(p.apart(given[0]) > self._within[number] for p in alike)
+        values, uses = self._other.values, self._their_uses
+        alike = [n for n in self._seen.find(weight.prints.whole) if values[n].weight]
+        taken = {i for n in alike for use in uses[n] for i in values[use].inputs}
+        theirs = [self._others[i] for i in taken if not values[i].given]
+        of_its_size = [p for p in theirs if p and p.whole[0] == given[0].whole[0]]
+        return bool(of_its_size) and not any(p.same(given[0], self._within[number]) for p in of_its_size)
 
     def _in_another_order(self, number: int) -> int | None:
         """The first of the values that one is made of that is there in another order alone."""

@@ -86,7 +86,7 @@ class _Trials:
         after = _buffers(self._running)
         left = {n: t for n, t in after.items() if n in before and not torch.equal(t, before[n])}
         names = {id(module): name for name, module in self._running.named_modules()}
-        found = Mutants(self._network, names, lambda: self._scopes.now, seen, frontier.calls(), near)
+        found = Mutants(self._network, names, lambda: self._scopes.now, seen, frontier, near)
         self._results(found.look)
         found.finish(self._running, left)
         return found
@@ -168,7 +168,7 @@ class _Trials:
 def _alike(mutant: Mutant, lines: dict[tuple, set[int]]) -> Iterator[Mutant]:
     yield mutant
     calls = lines.get(mutant.line, ())
-    if len(calls) > 1 and min(calls) in mutant.calls and len(mutant.calls) == 1:
+    if len(calls) > 1 and min(calls) in mutant.calls:
         yield replace(mutant, calls=frozenset(calls))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from driftlab.arithmetic.call_modes import parts
 from driftlab.arithmetic.orders import JOINS, MOVES
-from driftlab.arithmetic.prints import AGREE, Seen, prints
+from driftlab.arithmetic.prints import Seen, prints
 from driftlab.arithmetic.torch_call import Call
 
 
@@ -23,7 +23,7 @@ def same_numbers(one: Any, other: Any) -> bool:
     """In any order."""
     found = [[prints(t) for t in parts(values)] for values in (one, other)]
     pairs = zip(*found, strict=False)
-    return all(a and b and a.whole[0] == b.whole[0] and a.apart(b) <= AGREE for a, b in pairs)
+    return all(a and b and a.same(b) for a, b in pairs)
 
 
 class Frontier:
@@ -33,24 +33,27 @@ class Frontier:
 
     Args:
         seen: the values of the other network.
+
+    Attributes:
+        had: whether it comes by the result of a call, in any order, by the call's number.
     """
 
     def __init__(self, seen: Seen):
         self._seen = seen
-        self._had: dict[int, bool | None] = {}
+        self.had: dict[int, bool | None] = {}
         self._read: dict[int, set[int]] = {}
         self._in_order: dict[int, set[int]] = {}
-        self._by_number: set[int] = set()
+        self._moves: set[int] = set()
         self._made: dict[int, int] = {}  # by the tensor's id
         self._alive: list[Tensor] = []
 
     def watch(self, number: int, call: Call, earlier: Sequence[Tensor]) -> Any:
         out = call.run()
-        self._had[number] = comes_by(self._seen, out)
+        self.had[number] = comes_by(self._seen, out)
         self._read[number] = self._makers(call.tensors)
         self._in_order[number] = self._makers(_gives_its_order(call, out))
-        if call.name not in (*MOVES, *JOINS):
-            self._by_number.add(number)
+        if _moves(call):
+            self._moves.add(number)
         for tensor in parts(out):
             self._made[id(tensor)] = number
             self._alive.append(tensor)  # so that nobody else gets its id
@@ -61,24 +64,28 @@ class Frontier:
 
     def calls(self) -> dict[int, bool]:
         """And those whose order is theirs. Whether that order is a call's own, or moved by it."""
-        users: dict[int, list[int]] = {number: [] for number in self._had}
+        users: dict[int, list[int]] = {number: [] for number in self.had}
         for number, read in self._read.items():
             for made in read:
                 users[made].append(number)
         found = {
             number
-            for number, had in self._had.items()
-            if had and (not users[number] or any(self._had[user] is False for user in users[number]))
+            for number, had in self.had.items()
+            if had and (not users[number] or any(self.had[user] is False for user in users[number]))
         }
-        for number in sorted(self._had, reverse=True):
+        for number in sorted(self.had, reverse=True):
             if number in found:
-                found |= {made for made in self._in_order[number] if self._had[made]}
-        return {n: n not in self._by_number or not self._in_order[n] & found for n in found}
+                found |= {made for made in self._in_order[number] if self.had[made]}
+        return {n: n in self._moves or not self._in_order[n] & found for n in found}
+
+
+def _moves(call: Call) -> bool:
+    return call.name in (*MOVES, *JOINS)
 
 
 def _gives_its_order(call: Call, out: Any) -> list[Tensor]:
     """The operands whose order the result has: what is moved or joined, or taken number by number."""
-    if call.name in (*MOVES, *JOINS):
+    if _moves(call):
         return call.tensors
     alike = [t for t in call.tensors if isinstance(out, Tensor) and t.shape == out.shape]
     return alike if len(alike) == 1 else []

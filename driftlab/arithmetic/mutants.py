@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from driftlab.arithmetic.call_modes import parts
-from driftlab.arithmetic.frontier import comes_by, same_numbers
+from driftlab.arithmetic.frontier import Frontier, comes_by, same_numbers
 from driftlab.arithmetic.mutant import NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
 from driftlab.arithmetic.mutations import (
     JOINED,
@@ -39,6 +39,7 @@ from driftlab.network.modules import is_torchs
 
 # Changed calls that are looked for among the candidate's values.
 LOOKED_AT = 10_000
+COUNTS = "the largest of the counts that are divided by for all"
 # They write into two of their operands, which may be another's weight once operands are exchanged.
 _MOVES_STATISTICS = ("batch_norm", "instance_norm")
 
@@ -51,7 +52,7 @@ class Mutants:
         names: of the modules that run, by their ``id``.
         scope: which module is at work, where that is not seen.
         seen: what the candidate comes by.
-        frontier: calls whose results it comes by, be it in another order, which may be their own.
+        frontier: where it stops to come by what the reference computes.
         near: the module whose calls are to be changed first.
 
     Attributes:
@@ -68,11 +69,11 @@ class Mutants:
         names: Mapping[int, str],
         scope: Callable[[], str],
         seen: Seen,
-        frontier: Mapping[int, bool],
+        frontier: Frontier,
         near: str,
     ):
         self._network, self._names, self._scope, self._near = network, names, scope, near
-        self._seen, self._frontier = seen, frontier
+        self._seen, self._had, self._frontier = seen, frontier.had, frontier.calls()
         self.found: list[Mutant] = []
         self.signs: list[Mutant] = []
         self.unsigned: list[Mutant] = []
@@ -90,7 +91,7 @@ class Mutants:
         scope = module_at_work(self._names) or self._scope()
         self._indices.see(number, scope, call)
         kept = number in self._frontier
-        if not kept and comes_by(self._seen, out):  # the candidate's call is right
+        if not kept and self._had.get(number):  # the candidate's call is right
             return out
         here = Mutant(scope, "", NUMBER, frozenset({number}), line=line)
         if call.name in JOINED:
@@ -167,12 +168,15 @@ def _put_back(call: Call, given: Sequence[Tensor]) -> None:
 
 
 def _with_another_number(here: Mutant, call: Call) -> Iterator[Mutant]:
-    if averaged(call):
-        words = "the largest of the counts that are divided by for all"
-        yield replace(here, words=words, change=lambda number, call, earlier, times: averaged(call)(times))
-    elif numbered(call):
-        words = f"the number in `{call.name}`"
-        yield replace(here, words=words, change=lambda number, call, earlier, times: numbered(call)(times))
+    words = f"the number in `{call.name}`"
+    for said, other in ((COUNTS, averaged), (words, numbered)):
+        if other(call):
+            yield replace(here, words=said, change=partial(_numbered, other))
+            return
+
+
+def _numbered(other: Callable, number: int, call: Call, earlier: Sequence[Tensor], times: float) -> Any:
+    return other(call)(times)
 
 
 def _mutated(

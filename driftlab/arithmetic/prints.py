@@ -43,6 +43,10 @@ class Prints:
         sizes = own[0], own[1], own[0], own[1]
         return max(abs(a - b) / s for a, b, s in zip(own, others, sizes, strict=True))
 
+    def same(self, other: Prints, within: float = AGREE) -> bool:
+        """Whether it has as many numbers, and they are its, in any order."""
+        return self.whole[0] == other.whole[0] and self.apart(other) <= within
+
     @property
     def telling(self) -> bool:
         """Whether its numbers differ, so that hardly another tensor has the same (no ones, no scalar)."""

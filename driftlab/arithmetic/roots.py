@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from driftlab.arithmetic.norms import written_out
 from driftlab.arithmetic.torch_call import Call
 
 # An epsilon is no larger.
 LARGEST = 1e-2
+_NORMS = ("layer_norm", "rms_norm", "batch_norm", "group_norm")
 
 
 def other_side() -> tuple[Callable[[Call], bool], Callable[[Call], Any]]:
@@ -30,7 +32,8 @@ def other_side() -> tuple[Callable[[Call], bool], Callable[[Call], Any]]:
 
     def change(call: Call) -> Any:
         if call.name in _NORMS:
-            return _NORMS[call.name](call)
+            eps = epsilon_in(call.given())
+            return written_out(call, lambda spread: spread.sqrt() + eps)
         if (eps := _small(call)) is not None:
             if (root := known(roots, call)) is not None:
                 return (root[1] + eps).sqrt()
@@ -64,55 +67,6 @@ def _exponent(call: Call) -> float | None:
     return call.args[1] if len(call.args) == 2 and isinstance(call.args[1], float) else None
 
 
-def _layer_norm(call: Call) -> Tensor:
-    g = call.given()
-    dims = list(range(-len(g["normalized_shape"]), 0))
-    x = g["input"]
-    mean, var = x.mean(dims, keepdim=True), x.var(dims, correction=0, keepdim=True)
-    return _affine((x - mean) / (var.sqrt() + g["eps"]), g["weight"], g["bias"])
-
-
-def _rms_norm(call: Call) -> Tensor:
-    g = call.given()
-    dims = list(range(-len(g["normalized_shape"]), 0))
-    mean = (g["input"] ** 2).mean(dims, keepdim=True)
-    return _affine(g["input"] / (mean.sqrt() + epsilon_in(g)), g["weight"], None)
-
-
-def _batch_norm(call: Call) -> Tensor:
-    g, x = call.given(), call.given()["input"]
-    mean, var = g["running_mean"], g["running_var"]
-    if g["training"]:
-        call.run()  # its buffers move as they did
-        dims = [d for d in range(x.dim()) if d != 1]
-        mean, var = x.mean(dims), x.var(dims, correction=0)
-    shape = (-1, *[1] * (x.dim() - 2))
-    out = (x - mean.view(shape)) / (var.view(shape).sqrt() + g["eps"])
-    return _affine(out, *(None if t is None else t.view(shape) for t in (g["weight"], g["bias"])))
-
-
-def _group_norm(call: Call) -> Tensor:
-    g, x = call.given(), call.given()["input"]
-    grouped = x.reshape(x.shape[0], g["num_groups"], -1)
-    mean, var = grouped.mean(-1, keepdim=True), grouped.var(-1, correction=0, keepdim=True)
-    out = ((grouped - mean) / (var.sqrt() + g["eps"])).view(x.shape)
-    shape = (-1, *[1] * (x.dim() - 2))
-    return _affine(out, *(None if t is None else t.view(shape) for t in (g["weight"], g["bias"])))
-
-
 def epsilon_in(given: dict[str, Any]) -> float:
     """Of a norm, by its arguments: float32's own unit where none is given, and 0 where that is."""
     return 2.0**-23 if given["eps"] is None else given["eps"]
-
-
-def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    x = x if weight is None else x * weight
-    return x if bias is None else x + bias
-
-
-_NORMS = {
-    "layer_norm": _layer_norm,
-    "rms_norm": _rms_norm,
-    "batch_norm": _batch_norm,
-    "group_norm": _group_norm,
-}

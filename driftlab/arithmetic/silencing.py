@@ -145,9 +145,4 @@ def _far(mine: Tensor, theirs: Tensor) -> bool:
 
 def _alike(whole: Flow, silent: Flow, number: int) -> bool:
     before, now = (flow.values[number].prints for flow in (whole, silent))
-    return (
-        before is not None
-        and now is not None
-        and before.whole[0] == now.whole[0]
-        and before.apart(now) <= AGREE
-    )
+    return before is not None and now is not None and before.same(now)

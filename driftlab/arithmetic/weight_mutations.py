@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from driftlab.arithmetic.shadow import held
 from driftlab.network.modules import common
+from driftlab.network.start import owner
 
 # Of as many weights of one shape that lie side by side any two may be exchanged: query, key, value, output.
 SIDE_BY_SIDE = 6
@@ -26,21 +27,14 @@ def weight_mutations(
         left: buffers that a call changes, as it leaves them.
     """
     for name in _tensors(network):
-        yield _owner(name), f"`{name}` left out", partial(_set, {name: torch.zeros(())})
+        yield owner(name), f"`{name}` left out", partial(_set, {name: torch.zeros(())})
     for one, other in (*_pairs(_own(network)), *_pairs(_modules(network))):
-        words = (
-            f"`{one[0]}` and `{other[0]}`"
-            if len(one) == 1
-            else f"`{_owner(one[0])}` and `{_owner(other[0])}`"
-        )
-        owner = common([_owner(one[0]), _owner(other[0])])
-        yield owner, f"{words} exchanged", partial(_exchange, dict(zip(one, other, strict=True)))
+        owners = owner(one[0]), owner(other[0])
+        names = (one[0], other[0]) if len(one) == 1 else owners
+        words = f"`{names[0]}` and `{names[1]}` exchanged"
+        yield common(owners), words, partial(_exchange, dict(zip(one, other, strict=True)))
     for name, tensor in left.items():
-        yield _owner(name), f"`{name}` as the call leaves it", partial(_set, {name: tensor})
-
-
-def _owner(name: str) -> str:
-    return name.rpartition(".")[0]
+        yield owner(name), f"`{name}` as the call leaves it", partial(_set, {name: tensor})
 
 
 def _pairs(alike: Mapping[Hashable, list[list[str]]]) -> Iterator[tuple[list[str], list[str]]]:
@@ -52,7 +46,7 @@ def _own(network: nn.Module) -> dict[Hashable, list[list[str]]]:
     """The tensors of one module, by their shapes."""
     alike: dict[Hashable, list[list[str]]] = defaultdict(list)
     for name, tensor in _tensors(network).items():
-        alike[_owner(name), tensor.shape, tensor.requires_grad].append([name])
+        alike[owner(name), tensor.shape, tensor.requires_grad].append([name])
     return alike
 
 
@@ -60,10 +54,10 @@ def _modules(network: nn.Module) -> dict[Hashable, list[list[str]]]:
     """All tensors of each module beside another, by their shapes."""
     alike: dict[Hashable, list[list[str]]] = defaultdict(list)
     for name, module in network.named_modules():
-        held = _tensors(module) if name else {}
-        if held:
-            shapes = tuple((own, tensor.shape) for own, tensor in held.items())
-            alike[_owner(name), shapes].append([f"{name}.{own}" for own in held])
+        tensors = _tensors(module) if name else {}
+        if tensors:
+            shapes = tuple((own, tensor.shape) for own, tensor in tensors.items())
+            alike[owner(name), shapes].append([f"{name}.{own}" for own in tensors])
     return alike
 
 
