@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from driftlab.arithmetic.accused import Accused
 from driftlab.arithmetic.difference import Difference
-from driftlab.arithmetic.fitting import fitting
 from driftlab.arithmetic.locating import BACKWARD
-from driftlab.arithmetic.mutant import Mutant
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.quantities import read_both
-from driftlab.arithmetic.stopped import Stop, stopped
-from driftlab.arithmetic.tracing import FORWARD, flow_of
 from driftlab.blame import unless_ours
+from driftlab.mistakes.accused import Accused
+from driftlab.mistakes.fitting import fitting
+from driftlab.mistakes.mutant import Mutant
+from driftlab.mistakes.stopped import Stop, stopped
 from driftlab.network.pair import Pair
 from driftlab.probes.examination import Examination
+from driftlab.tracing.parting import FORWARD, flow_of
 
 # A forward pass that is off by so little beside the gradients does not make these wrong.
 BESIDE = 1e-6

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from driftlab.arithmetic.accused import Accused, accused, worst_element
 from driftlab.arithmetic.difference import Difference
-from driftlab.arithmetic.explanations import explained
 from driftlab.arithmetic.local import FEW_SAMPLES, Local
 from driftlab.arithmetic.locating import BACKWARD
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.sizes import batch_of
 from driftlab.blame import described
+from driftlab.mistakes.accused import Accused, accused, worst_element
+from driftlab.mistakes.explanations import explained
 from driftlab.network.outputs import listed
 from driftlab.probes.examination import Examination
 

@@ -7,13 +7,13 @@ from statistics import median
 from driftlab.arithmetic.constants import own_constants
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import BACKWARD, SAME_BORDERS, first_wrong
-from driftlab.arithmetic.tracing import FORWARD, Traced, parting
 from driftlab.blame import unless_ours
 from driftlab.fold import Fold
 from driftlab.network.modules import common_parent, lies_in, only_holds
 from driftlab.network.pair import Pair
 from driftlab.probes.counterfactual import changed_call, gradient_stop
 from driftlab.probes.examination import Examination
+from driftlab.tracing.parting import FORWARD, Traced, parting
 from driftlab.words import Place, Verdict
 
 # What two networks give each other in float32 differs by less; so do the inputs of what lies before a fault.

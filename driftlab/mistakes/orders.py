@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlab.arithmetic.torch_call import Call
+from driftlab.mistakes.torch_call import Call
 
 Mutation = tuple[str, Callable[[], Any]]
 # They give the numbers that they are given.

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from driftlab.arithmetic.call_modes import parts
-from driftlab.arithmetic.orders import JOINS, MOVES
-from driftlab.arithmetic.prints import Seen, prints
-from driftlab.arithmetic.torch_call import Call
+from driftlab.mistakes.call_modes import parts
+from driftlab.mistakes.orders import JOINS, MOVES
+from driftlab.mistakes.torch_call import Call
+from driftlab.tracing.prints import Seen, prints
 
 
 def comes_by(seen: Seen, values: Any) -> bool | None:

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from driftlab.arithmetic.call_modes import Key, Operands, Undetached
-from driftlab.arithmetic.flow import Scopes
-from driftlab.arithmetic.held_statistics import HeldStatistics
 from driftlab.arithmetic.passes import Recorded, computing, fresh_inputs, in_arithmetic, own_copies
 from driftlab.arithmetic.shadow import held, plain
 from driftlab.fold.layout import gradient_of
+from driftlab.mistakes.call_modes import Key, Operands, Undetached
+from driftlab.mistakes.held_statistics import HeldStatistics
 from driftlab.network.calling import copied, seed_random_layers
 from driftlab.network.modules import common, is_torchs
+from driftlab.tracing.flow import Scopes
 
 # For the two forward passes weights are moved by so much of their size, up and down.
 MOVED = 1e-6

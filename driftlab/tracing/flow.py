@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from driftlab.arithmetic.prints import Prints, Seen, prints
 from driftlab.arithmetic.shadow import held
 from driftlab.network.calling import tensors_in
 from driftlab.network.compiled import DispatchMode
 from driftlab.network.modules import common
+from driftlab.tracing.prints import Prints, Seen, prints
 
 
 @dataclass(frozen=True)

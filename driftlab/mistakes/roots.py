@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from driftlab.arithmetic.norms import written_out
-from driftlab.arithmetic.torch_call import Call
+from driftlab.mistakes.norms import written_out
+from driftlab.mistakes.torch_call import Call
 
 # An epsilon is no larger.
 LARGEST = 1e-2

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlab.arithmetic.alterations import ALTERATIONS
-from driftlab.arithmetic.orders import MOVES, ORDERS, Mutation, turnings
-from driftlab.arithmetic.torch_call import Call
+from driftlab.mistakes.alterations import ALTERATIONS
+from driftlab.mistakes.orders import MOVES, ORDERS, Mutation, turnings
+from driftlab.mistakes.torch_call import Call
 
 Operator = Callable[[Call, Sequence[Tensor]], Iterator[Mutation]]
 # An operand may be one of so many values of its shape, of those that were made before it the latest.

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlab.arithmetic.roots import epsilon_in, other_side
-from driftlab.arithmetic.torch_call import Call
+from driftlab.mistakes.roots import epsilon_in, other_side
+from driftlab.mistakes.torch_call import Call
 
 
 @dataclass(frozen=True)

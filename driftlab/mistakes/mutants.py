@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlab.arithmetic.call_modes import parts
-from driftlab.arithmetic.frontier import Frontier, comes_by, same_numbers
-from driftlab.arithmetic.mutant import NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
-from driftlab.arithmetic.mutations import (
+from driftlab.blame import caller, module_at_work
+from driftlab.mistakes.call_modes import parts
+from driftlab.mistakes.frontier import Frontier, comes_by, same_numbers
+from driftlab.mistakes.mutant import NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
+from driftlab.mistakes.mutations import (
     JOINED,
     NEUTRAL,
     OPERANDS,
@@ -30,12 +31,11 @@ from driftlab.arithmetic.mutations import (
     normed_together,
     numbered,
 )
-from driftlab.arithmetic.orders import ORDERS
-from driftlab.arithmetic.prints import Seen
-from driftlab.arithmetic.torch_call import Call
-from driftlab.arithmetic.weight_mutations import weight_mutations
-from driftlab.blame import caller, module_at_work
+from driftlab.mistakes.orders import ORDERS
+from driftlab.mistakes.torch_call import Call
+from driftlab.mistakes.weight_mutations import weight_mutations
 from driftlab.network.modules import is_torchs
+from driftlab.tracing.prints import Seen
 
 # Changed calls that are looked for among the candidate's values.
 LOOKED_AT = 10_000

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from driftlab.arithmetic.torch_call import Call
+from driftlab.mistakes.torch_call import Call
 
 # What is normed, its mean (0.0 where none is taken off), and its variance, or mean square.
 _Parts = tuple[Tensor, Tensor | float, Tensor]

@@ -19,18 +19,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from driftlab.arithmetic.cone import Cone
 from driftlab.arithmetic.constants import WITHIN, nudged
-from driftlab.arithmetic.flow import Flow, Recorder, Scopes, Steps
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.passes import Recorded, computing, in_arithmetic, own_inputs
-from driftlab.arithmetic.prints import AGREE
 from driftlab.arithmetic.shadow import plain
 from driftlab.arithmetic.shadow_tensor import Native
-from driftlab.arithmetic.silencing import Silencing
 from driftlab.fold import Fold
 from driftlab.network.calling import evaluation_mode, named_leaves, seed_random_layers, tensors_in
 from driftlab.rounding import UNIT_ROUND_OFF
+from driftlab.tracing.cone import Cone
+from driftlab.tracing.flow import Flow, Recorder, Scopes, Steps
+from driftlab.tracing.prints import AGREE
+from driftlab.tracing.silencing import Silencing
 
 Right = Callable[[str], bool]
 FORWARD = ("forward", "eval")

@@ -4,8 +4,8 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 
-from driftlab.arithmetic.mutations import OPERANDS, SETTINGS, mutations, numbered
-from driftlab.arithmetic.torch_call import Call
+from driftlab.mistakes.mutations import OPERANDS, SETTINGS, mutations, numbered
+from driftlab.mistakes.torch_call import Call
 
 
 class Kept(TorchFunctionMode):

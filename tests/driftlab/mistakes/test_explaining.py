@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from driftlab import assert_equivalent
-from driftlab.arithmetic.explanations import spelled
+from driftlab.mistakes.explanations import spelled
 
 torch.set_num_threads(1)
 

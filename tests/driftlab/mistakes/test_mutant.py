@@ -2,8 +2,8 @@
 
 import torch
 
-from driftlab.arithmetic.mutant import MOST, Indices
-from driftlab.arithmetic.torch_call import Call
+from driftlab.mistakes.mutant import MOST, Indices
+from driftlab.mistakes.torch_call import Call
 
 TO, OF = torch.tensor([0, 0, 1, 2, 2]), torch.tensor([1, 2, 0, 0, 1])
 SUMS, VALUES = torch.zeros(3), torch.rand(5)

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from driftlab import Verdict, diagnose
-from driftlab.arithmetic.flow import Scopes
-from driftlab.arithmetic.held_statistics import HeldStatistics
+from driftlab.mistakes.held_statistics import HeldStatistics
+from driftlab.tracing.flow import Scopes
 
 torch.set_num_threads(1)
 C = 4

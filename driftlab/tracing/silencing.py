@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from driftlab.arithmetic.cone import Cone
-from driftlab.arithmetic.flow import Flow
-from driftlab.arithmetic.prints import AGREE
 from driftlab.fold import Fold, FoldError
 from driftlab.fold.unfold import Unfold, floating_tensors
 from driftlab.network.calling import copied
 from driftlab.network.modules import common, lies_in, only_holds
+from driftlab.tracing.cone import Cone
+from driftlab.tracing.flow import Flow
+from driftlab.tracing.prints import AGREE
 
 # A difference of which less is left is gone: what stays is a good part of it, and rounding next to nothing.
 GONE = 1e-3

@@ -17,23 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from driftlab.arithmetic.accused import Accused
 from driftlab.arithmetic.anew import Anew
-from driftlab.arithmetic.call_modes import Calls, Change, floating
 from driftlab.arithmetic.difference import distance, finite_norm
-from driftlab.arithmetic.explanations import spelled
-from driftlab.arithmetic.flow import Flow, Scopes
-from driftlab.arithmetic.frontier import Frontier
-from driftlab.arithmetic.mutant import NUMBER, Mutant
-from driftlab.arithmetic.mutants import Mutants
 from driftlab.arithmetic.passes import in_arithmetic
-from driftlab.arithmetic.prints import AGREE
 from driftlab.arithmetic.shadow import held
-from driftlab.arithmetic.torch_call import Call
-from driftlab.arithmetic.tracing import results_of
+from driftlab.mistakes.accused import Accused
+from driftlab.mistakes.call_modes import Calls, Change, floating
+from driftlab.mistakes.explanations import spelled
+from driftlab.mistakes.frontier import Frontier
+from driftlab.mistakes.mutant import NUMBER, Mutant
+from driftlab.mistakes.mutants import Mutants
+from driftlab.mistakes.torch_call import Call
 from driftlab.network.calling import copied
 from driftlab.network.compiled import eager
 from driftlab.rounding import HALFWAY_BITS
+from driftlab.tracing.flow import Flow, Scopes
+from driftlab.tracing.parting import results_of
+from driftlab.tracing.prints import AGREE
 
 # Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
 RUNS, ELEMENTS, STEPS = 400, 1e8, 10

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property
 from itertools import chain
 
-from driftlab.arithmetic.flow import Flow
 from driftlab.arithmetic.naming import LOSS
-from driftlab.arithmetic.prints import ABOUT, NEARLY
 from driftlab.network.modules import common, lies_in
+from driftlab.tracing.flow import Flow
+from driftlab.tracing.prints import ABOUT, NEARLY
 
 
 class Cone:

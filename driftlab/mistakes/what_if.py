@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from driftlab.arithmetic.accused import Accused
-from driftlab.arithmetic.alterations import ALTERATIONS, Alteration
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.passes import CannotRunError, Recorded, run
 from driftlab.arithmetic.shadow import eager
-from driftlab.arithmetic.torch_call import Call
+from driftlab.mistakes.accused import Accused
+from driftlab.mistakes.alterations import ALTERATIONS, Alteration
+from driftlab.mistakes.torch_call import Call
 
 # Runs of the reference at most, and elements that they may compute in all: some seconds on a CPU.
 RUNS, ELEMENTS = 64, 1e8

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from driftlab.arithmetic.frontier import Frontier
-from driftlab.arithmetic.mutations import averaged, mutations, normed_together
-from driftlab.arithmetic.orders import ORDERS
-from driftlab.arithmetic.prints import Seen, prints
-from driftlab.arithmetic.torch_call import Call
+from driftlab.mistakes.frontier import Frontier
+from driftlab.mistakes.mutations import averaged, mutations, normed_together
+from driftlab.mistakes.orders import ORDERS
+from driftlab.mistakes.torch_call import Call
+from driftlab.tracing.prints import Seen, prints
 
 REPEAT = torch.Tensor.repeat
 SIZES = st.lists(st.integers(1, 4), min_size=1, max_size=4)

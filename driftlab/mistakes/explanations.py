@@ -17,9 +17,9 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from driftlab.arithmetic.accused import Accused
 from driftlab.arithmetic.difference import distance
-from driftlab.arithmetic.what_if import what_ifs
+from driftlab.mistakes.accused import Accused
+from driftlab.mistakes.what_if import what_ifs
 from driftlab.network.calling import named_leaves
 
 Explained = Iterator[tuple[str, Tensor]]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from driftlab.arithmetic.flow import Scopes
-from driftlab.arithmetic.torch_call import Call
+from driftlab.mistakes.torch_call import Call
+from driftlab.tracing.flow import Scopes
 
 # A call by its number, itself, and the floating values that were made before it; gives the result.
 Change = Callable[[int, Call, Sequence[Tensor]], Any]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from driftlab.arithmetic.mutations import checks_integers
-from driftlab.arithmetic.torch_call import Call
+from driftlab.mistakes.mutations import checks_integers
+from driftlab.mistakes.torch_call import Call
 from driftlab.network.modules import common, lies_in
 
 NUMBER, WEIGHTS, TOGETHER, INDEX = "another number", "weights", "together", "index"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.overrides import TorchFunctionMode
 
-from driftlab.arithmetic.flow import Scopes
-from driftlab.arithmetic.norms import NORMS, has_own_statistics, written_out
-from driftlab.arithmetic.torch_call import Call
+from driftlab.mistakes.norms import NORMS, has_own_statistics, written_out
+from driftlab.mistakes.torch_call import Call
+from driftlab.tracing.flow import Scopes
 
 
 class HeldStatistics(TorchFunctionMode):
