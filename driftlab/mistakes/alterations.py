@@ -255,7 +255,7 @@ ALTERATIONS = (
     ),
     Alteration("a running variance over n, not n - 1,", _batch_statistics, _biased_variance),
     *map(_projected_without, ("queries", "keys", "values")),
-    Alteration("dropout that is not asked for", _drops_nothing, lambda c: c.with_argument(2, _switch(c), True)),
+    Alteration("dropout unasked for", _drops_nothing, lambda c: c.with_argument(2, _switch(c), True)),
     Alteration("the batch's statistics, in place of the stored ones,", _kept_statistics, _by_the_batch),
     Alteration("a bias left out", _biased, lambda c: c.with_argument(2, "bias", None)),
     Alteration("a transposed weight", _is_square, _with_weight(lambda w: w.transpose(-1, -2))),

@@ -147,7 +147,7 @@ def test_written_in_one_function_it_is_right():
         ("normed alone", "", "forward", "a residual that `layer_norm` does not norm"),
         ("padding counted", "mean", "forward", "times the largest of the counts that are divided by"),
         ("read after written", "memory", "forward", "`memory.rows` as the call leaves it"),
-        ("dropout in eval", "drop", "eval", "dropout that is not asked for"),
+        ("dropout in eval", "drop", "eval", "dropout unasked for"),
     ],
 )
 def test_the_mistake_is_named_with_its_module(fault, module, pass_, words):
