@@ -7,6 +7,7 @@ numbers in place of weights; else by *value*, from the equal weights that the tw
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -78,8 +79,9 @@ class Fold:
 def find_fold(reference: nn.Module, candidate: nn.Module, rewrite: Rewrite | None = None) -> Fold:
     """The fold from ``candidate`` to ``reference``, which start from the same weights.
 
-    A callable ``candidate.fold`` (tensors by name -> tensors by name) is taken, once checked. Otherwise the
-    fold is found; the dtypes of the two may differ. Neither module is changed, nor torch's random state.
+    A callable ``candidate.fold`` (tensors by name -> tensors by name) is taken, once checked. Otherwise, and
+    where it is a method with other arguments, the fold is found; the dtypes of the two may differ. Neither
+    module is changed, nor torch's random state.
 
     Args:
         rewrite: what made the candidate, given a deep copy of the reference; it is run once more if need be.
@@ -88,8 +90,7 @@ def find_fold(reference: nn.Module, candidate: nn.Module, rewrite: Rewrite | Non
         FoldError: ``candidate.fold`` does not give the reference's names and shapes, or a network is lazy.
     """
     mine, theirs = named_tensors(reference), named_tensors(candidate)
-    given = getattr(candidate, "fold", None)
-    if callable(given) and not isinstance(given, nn.Module):
+    if (given := _own_fold(candidate)) is not None:
         return _given(given, mine, theirs, set(reference.state_dict()))
     assignment, notes = Assignment(mine, theirs), _ties(mine, theirs)
     doubtful = _place_by_tags(assignment, reference, rewrite, notes) if rewrite else {}
@@ -98,6 +99,20 @@ def find_fold(reference: nn.Module, candidate: nn.Module, rewrite: Rewrite | Non
         assignment.place(name, doubtful[name], "tags", exact=False)
     place_by_name(assignment)
     return _found(assignment, notes + _remarks(assignment))
+
+
+def _own_fold(candidate: nn.Module) -> Callable[[Tensors], Tensors] | None:
+    """What the candidate gives as its fold; a method of that name with other arguments is something else."""
+    given = getattr(candidate, "fold", None)
+    if not callable(given) or isinstance(given, nn.Module):
+        return None
+    try:
+        inspect.signature(given).bind({})
+    except TypeError:
+        return given if "fold" in vars(candidate) else None  # what was put there was meant
+    except ValueError:  # a builtin without a signature
+        pass
+    return given
 
 
 def identity_fold(module: nn.Module) -> Fold:

@@ -85,3 +85,24 @@ def test_a_given_fold_that_takes_offence_at_zeros_still_serves():
     reference, candidate = halves()
     candidate.fold = fold
     assert_folds(find_fold(reference, candidate), candidate, reference)
+
+
+class Unfolding(nn.Linear):
+    def fold(self, windows, size):
+        return windows.reshape(-1, size)
+
+
+def test_a_method_called_fold_that_takes_other_arguments_is_no_fold():
+    torch.manual_seed(0)
+    reference, candidate = nn.Linear(3, 2), Unfolding(3, 2)
+    candidate.load_state_dict(reference.state_dict())
+    fold = find_fold(reference, candidate)
+    assert fold.origin != "given"
+    assert fold.placed == ("weight", "bias")
+
+
+def test_a_function_that_was_put_there_is_a_fold_whatever_it_takes():
+    reference, candidate = halves()
+    candidate.fold = lambda windows, size: windows
+    with pytest.raises(FoldError, match="fold raised TypeError"):
+        find_fold(reference, candidate)
