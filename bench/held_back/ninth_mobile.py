@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.case import case
 from bench.held_back._fifth_vision import right
 from bench.held_back._fourth_ports import Port, leaf, wrong
 from bench.held_back._ninth_mobile import LeanHardSwish, MobileNetV3, entropy, gratings, settled
@@ -177,7 +178,12 @@ class ChannelsLast(Port):
         return self.affine("scores", self.act("head", self.affine("head", x)))
 
 
-right(mobile, "mobile_net_of_convolution_units", "a tree of padded convolution units", Bottlenecks)
+# torch's batch norm gives wrong gradients for one sample where its result is read as tokens, on a CPU
+@case(("round_off", "bug"), "a tree of padded convolution units", mobile)
+def mobile_net_of_convolution_units(model: MobileNetV3) -> nn.Module:
+    return Bottlenecks(model)
+
+
 right(mobile, "mobile_net_channels_last", "channels last, norms folded in eval mode", ChannelsLast)
 wrong(
     mobile,

@@ -14,6 +14,7 @@ from driftlab.arithmetic.quantities import by_reference_names, read_both
 from driftlab.fold.layout import AnyFold, index_of
 from driftlab.network.outputs import Outputs
 from driftlab.rounding import HALFWAY, HALFWAY_BITS, UNIT_ROUND_OFF
+from driftlab.tracing.prints import AGREE
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,22 @@ class Accused:
     @property
     def apart(self) -> float:
         return distance(self.theirs, self.mine)
+
+    @property
+    def name(self) -> str:
+        return self.difference.name
+
+    def is_mine(self, found: Tensor | None) -> bool:
+        """Whether it is the reference's result, but for rounding."""
+        return self._is(self.mine, found)
+
+    def is_theirs(self, found: Tensor | None) -> bool:
+        return self._is(self.theirs, found)
+
+    def _is(self, wanted: Tensor, found: Tensor | None) -> bool:
+        if found is None or found.shape != wanted.shape:
+            return False
+        return distance(wanted, found) <= max(self.rounding, AGREE * finite_norm(wanted))
 
     @property
     def rounding(self) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.anew import Anew
-from driftlab.arithmetic.difference import distance, finite_norm
+from driftlab.arithmetic.difference import distance
 from driftlab.arithmetic.passes import in_arithmetic
 from driftlab.arithmetic.shadow import held
 from driftlab.mistakes.accused import Accused
@@ -33,7 +33,6 @@ from driftlab.network.compiled import eager
 from driftlab.rounding import HALFWAY_BITS
 from driftlab.tracing.flow import Flow, Scopes
 from driftlab.tracing.parting import results_of
-from driftlab.tracing.prints import AGREE
 
 # Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
 RUNS, ELEMENTS, STEPS = 400, 1e8, 10
@@ -81,7 +80,7 @@ class _Trials:
         seen, before = candidate.seen(), _buffers(self._running)
         frontier = Frontier(seen)
         as_it_is = self._results(frontier.watch)
-        if not all(_same(case, case.mine, as_it_is) for case in self._cases):
+        if not all(case.is_mine(as_it_is.get(case.name)) for case in self._cases):
             return None
         after = _buffers(self._running)
         left = {n: t for n, t in after.items() if n in before and not torch.equal(t, before[n])}
@@ -136,7 +135,7 @@ class _Trials:
 
     def _agrees(self, results: Results) -> bool:
         """In every quantity, but for rounding, which leaves next to nothing of the difference."""
-        if not all(_same(case, case.theirs, results) for case in self._cases):
+        if not all(case.is_theirs(results.get(case.name)) for case in self._cases):
             return False
         first = self._cases[0]
         return distance(first.theirs, results[first.difference.name]) * HALFWAY_BITS <= first.apart
@@ -175,13 +174,6 @@ def _alike(mutant: Mutant, lines: dict[tuple, set[int]]) -> Iterator[Mutant]:
 def _buffers(network: nn.Module) -> dict[str, Tensor]:
     tensors = {name: held(buffer).detach() for name, buffer in network.named_buffers()}
     return {name: tensor.clone() for name, tensor in tensors.items() if tensor.is_floating_point()}
-
-
-def _same(case: Accused, wanted: Tensor, results: Results) -> bool:
-    found = results.get(case.difference.name)
-    if found is None or found.shape != wanted.shape:
-        return False
-    return distance(wanted, found) <= max(case.rounding, AGREE * finite_norm(wanted))
 
 
 def _secant(*tried: tuple[float, float]) -> float | None:

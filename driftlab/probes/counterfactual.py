@@ -15,7 +15,8 @@ from driftlab.mistakes.mutant import Mutant
 from driftlab.mistakes.stopped import Stop, stopped
 from driftlab.network.pair import Pair
 from driftlab.probes.examination import Examination
-from driftlab.tracing.parting import FORWARD, flow_of
+from driftlab.tracing.exchange import Exchanged, exchanged
+from driftlab.tracing.parting import FORWARD, again, flow_of
 
 # A forward pass that is off by so little beside the gradients does not make these wrong.
 BESIDE = 1e-6
@@ -41,31 +42,43 @@ def gradient_stop(found: Examination, wrong: list[Difference]) -> Stop | None:
 
 
 def changed_call(found: Examination, difference: Difference, place: str) -> Mutant | None:
-    """The call in which a mistake would make the outputs what they are: at ``place``, else the first.
+    """The call in which a mistake would make the outputs what they are: at ``place``, else the first."""
+    with unless_ours():
+        if cases := _cases(found, difference):
+            pair, arithmetic, pass_ = found.pair, cases[0].arithmetic, difference.pass_
+            candidate = flow_of(pair.candidate, found.whole, arithmetic, pass_, pair.seed)
+            fit = fitting(cases, candidate, near=place)
+            return next((m for m in fit if m.scope == place), next(iter(fit), None))
+    return None
 
-    Asked on a CPU alone.
-    """
+
+def other_value(found: Examination, difference: Difference) -> Exchanged | None:
+    """Where a value of the candidate's, put in, would make the outputs what they are."""
+    with unless_ours():
+        if cases := _cases(found, difference):
+            pair, arithmetic, pass_ = found.pair, cases[0].arithmetic, difference.pass_
+            both = (pair.reference, pair.candidate)
+            mine, theirs = (again(n, found.whole, arithmetic, pass_, pair.seed) for n in both)
+            return exchanged(mine, theirs, lambda ends: all(c.is_theirs(ends.get(c.name)) for c in cases))
+    return None
+
+
+def _cases(found: Examination, difference: Difference) -> list[Accused]:
+    """The quantities of its pass, itself first; none where nobody can tell, or not on a CPU."""
     arithmetic, pair, pass_ = found.exact_arithmetic, found.pair, difference.pass_
     if arithmetic is None or pass_ not in FORWARD:
-        return None
+        return []
     if any(p.device.type != "cpu" for p in pair.reference.parameters()):
-        return None  # a mistaken index ends everything that runs on a GPU
+        return []  # a mistaken index ends everything that runs on a GPU
     arithmetic = "float64" if found.float64 and difference.excess("float64") > 1 else arithmetic  # the faster
-    with unless_ours():
-        mine, theirs = (read[pass_] for read in _both(found, arithmetic, evaluate=pass_ == "eval"))
-        wrong = {d.name: d for d in found.network.differences if d.pass_ == pass_ and d.name in mine}
-        order = sorted(wrong, key=lambda name: (name == LOSS, name != difference.name))
-        cases = [
-            Accused(
-                mine[n].cpu(), theirs[n].cpu(), wrong[n], arithmetic, pair.reference, found.whole, pair.seed
-            )
-            for n in order
-            if n in theirs
-        ]
-        candidate = flow_of(pair.candidate, found.whole, arithmetic, pass_, pair.seed)
-        fit = fitting(cases, candidate, near=place)
-        return next((m for m in fit if m.scope == place), next(iter(fit), None))
-    return None
+    mine, theirs = (read[pass_] for read in _both(found, arithmetic, evaluate=pass_ == "eval"))
+    wrong = {d.name: d for d in found.network.differences if d.pass_ == pass_ and d.name in mine}
+    order = sorted(wrong, key=lambda name: (name == LOSS, name != difference.name))
+    return [
+        Accused(mine[n].cpu(), theirs[n].cpu(), wrong[n], arithmetic, pair.reference, found.whole, pair.seed)
+        for n in order
+        if n in theirs
+    ]
 
 
 def _both(found: Examination, arithmetic: str, evaluate: bool) -> tuple[dict, dict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 
 from driftlab.arithmetic.constants import own_constants
@@ -11,7 +12,7 @@ from driftlab.blame import unless_ours
 from driftlab.fold import Fold
 from driftlab.network.modules import common_parent, lies_in, only_holds
 from driftlab.network.pair import Pair
-from driftlab.probes.counterfactual import changed_call, gradient_stop
+from driftlab.probes.counterfactual import changed_call, gradient_stop, other_value
 from driftlab.probes.examination import Examination
 from driftlab.tracing.parting import FORWARD, Traced, parting
 from driftlab.words import Place, Verdict
@@ -72,7 +73,8 @@ def _or_where_a_call_would(
     within = located is not None and lies_in(place.module, located[0])
     mutant = None if within else changed_call(found, difference, place.module)
     if mutant is None:
-        return place, difference, ""
+        other = None if within else other_value(found, difference)
+        return (replace(place, module=_called(found.pair, other.scope)) if other else place), difference, ""
     if place.module != mutant.scope:
         place = _at(found.pair, mutant.scope, place.pass_)
     where = f" in `{mutant.scope}`" if mutant.scope else ""

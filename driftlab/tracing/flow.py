@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -132,12 +133,19 @@ class Recorder(DispatchMode):
     """Every operation inside, into ``flow``.
 
     Args:
-        moved: the number of a value that is moved a little once it was made.
+        change: of a value by its number, once it was made: it may look at it, or write into it.
+        known: whether all is known but for what ``change`` does, so that no prints are taken.
     """
 
-    def __init__(self, scopes: Scopes, moved: int | None = None):
+    def __init__(
+        self,
+        scopes: Scopes,
+        change: Callable[[int, Value, Tensor], None] | None = None,
+        known: bool = False,
+    ):
         super().__init__()
-        self.flow, self._scopes, self._moved = Flow(), scopes, moved
+        self.flow, self._scopes, self._change = Flow(), scopes, change
+        self._prints = _no_prints if known else prints
         self._made: dict[int, tuple[weakref.ref, int]] = {}
         self._weights: set[int] = set()
         self._written: dict[int, list[int]] = {}  # by the memory that was written into
@@ -145,14 +153,14 @@ class Recorder(DispatchMode):
     def given(self, weights: Iterable[Tensor], batch: Iterable[Tensor]) -> None:
         for tensor, weight in (*((w, True) for w in weights), *((b, False) for b in batch)):
             fed = tensor.is_floating_point()
-            self._keep(tensor, Value("", prints=prints(tensor), fed=fed, given=True, weight=weight))
+            self._keep(tensor, Value("", prints=self._prints(tensor), fed=fed, given=True, weight=weight))
         self._weights = {self.number(tensor) for tensor in weights}
 
     def number(self, tensor: Tensor) -> int:
         """Of the value that a tensor holds now."""
         ref, number = self._made.get(id(tensor), (None, None))
         if ref is None or ref() is not tensor:  # a constant, from outside of what is seen
-            number = self._keep(tensor, Value("", prints=prints(tensor), fed=False, given=True))
+            number = self._keep(tensor, Value("", prints=self._prints(tensor), fed=False, given=True))
         later = [w for w in self._written.get(_memory(tensor), ()) if w > number]
         return self._keep(tensor, self._value((number, *later), tensor)) if later else number
 
@@ -174,16 +182,21 @@ class Recorder(DispatchMode):
     def _value(self, inputs: tuple[int, ...], tensor: Tensor, part: bool = False) -> Value:
         fed = any(self.flow.values[i].fed for i in inputs)
         weight = bool(inputs) and self._weights.issuperset(inputs)
-        return Value(self._scopes.now, inputs, prints(tensor), fed, given=weight, weight=weight, part=part)
+        seen = self._prints(tensor)
+        return Value(self._scopes.now, inputs, seen, fed, given=weight, weight=weight, part=part)
 
     def _keep(self, tensor: Tensor, value: Value) -> int:
         number = self.flow.add(value)
-        if number == self._moved:
-            _move(tensor)
+        if self._change is not None:
+            self._change(number, value, tensor)
         self._made[id(tensor)] = weakref.ref(tensor), number
         if value.given and value.inputs:
             self._weights.add(number)
         return number
+
+
+def _no_prints(tensor: Tensor) -> Prints | None:
+    return None
 
 
 def _memory(tensor: Tensor) -> int:
@@ -193,15 +206,22 @@ def _memory(tensor: Tensor) -> int:
     return inner.untyped_storage().data_ptr() if plain else id(tensor)
 
 
-def _move(tensor: Tensor) -> None:
+def move(tensor: Tensor) -> None:
     """In place, each number by some hundredths of itself and a little more."""
     generator = torch.Generator().manual_seed(0)
+    with writing(tensor) as values:
+        factors, more = (torch.randn(values.shape, generator=generator).to(values) for _ in range(2))
+        values.mul_(1 + 1e-2 * factors).add_(1e-3 * more)
+
+
+@contextmanager
+def writing(tensor: Tensor) -> Iterator[Tensor]:
+    """Its numbers, to be written into; those in memory of what is expanded."""
     with _disable_current_modes(), torch.no_grad():
         values = held(tensor)
         if any(n > 1 and not step for n, step in zip(values.shape, values.stride(), strict=True)):
-            values = torch.empty(0).to(values).set_(values.untyped_storage())  # what is expanded
-        factors, more = (torch.randn(values.shape, generator=generator).to(values) for _ in range(2))
-        values.mul_(1 + 1e-2 * factors).add_(1e-3 * more)
+            values = torch.empty(0).to(values).set_(values.untyped_storage())
+        yield values
 
 
 def _is_new(func: Callable) -> bool:

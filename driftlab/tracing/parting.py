@@ -15,10 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from driftlab.arithmetic.anew import Anew
 from driftlab.arithmetic.constants import WITHIN, nudged
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.passes import Recorded, computing, in_arithmetic, own_inputs
@@ -130,15 +132,36 @@ def flow_of(
     pass_: str,
     seed: int,
     nudge: torch.Generator | None = None,
-    moved: int | None = None,
+    **watched: Any,
 ) -> Flow:
-    """Arguments as of ``parting``; ``nudge`` and ``moved`` as of ``shadow_arithmetic`` and ``Recorder``."""
-    twin, leaves = in_arithmetic(network, arithmetic), []
+    """Arguments as of ``parting``; ``nudge`` and the last as of ``shadow_arithmetic`` and ``Recorder``."""
+    return flow_in(in_arithmetic(network, arithmetic), whole, arithmetic, pass_, seed, nudge, **watched)
+
+
+def again(network: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int) -> Callable[..., Flow]:
+    """Records the flow of one copy again and again; it is given what ``Recorder`` is."""
+    twin = Anew(in_arithmetic(network, arithmetic))
+    return lambda **watched: flow_in(twin.begun(), whole, arithmetic, pass_, seed, **watched)
+
+
+def flow_in(
+    twin: nn.Module,
+    whole: Recorded,
+    arithmetic: str,
+    pass_: str,
+    seed: int,
+    nudge: torch.Generator | None = None,
+    **watched: Any,
+) -> Flow:
+    """The same of a network that was made by ``in_arithmetic``, which is left as the run leaves it."""
+    leaves: list[Tensor] = []
+    if pass_ == "eval":  # what is evaluated has been trained on the batch
+        results_of(twin, whole, arithmetic, "forward", seed)
     with computing(arithmetic, nudge, Native.TABLES if nudge else Native.NOTHING):
         given = own_inputs(whole, arithmetic, leaves)
         seed_random_layers(seed)
         if pass_ in FORWARD:
-            return _forward(twin, whole, given, arithmetic, pass_ == "eval", moved)
+            return _forward(twin, whole, given, arithmetic, pass_ == "eval", watched)
         inputs = {str(number): leaf for number, leaf in enumerate(leaves)}
         return _backward(twin, whole, given, arithmetic, dict(twin.named_parameters()) | inputs)
 
@@ -168,10 +191,15 @@ def _ends(
 
 
 def _forward(
-    twin: nn.Module, whole: Recorded, given: tuple, arithmetic: str, evaluate: bool, moved: int | None
+    twin: nn.Module,
+    whole: Recorded,
+    given: tuple,
+    arithmetic: str,
+    evaluate: bool,
+    watched: Mapping[str, Any],
 ) -> Flow:
     """What is made up to the loss; up to the outputs in eval mode, as evaluation has no loss."""
-    recorder = Recorder(Scopes(twin), moved)
+    recorder = Recorder(Scopes(twin), **watched)
     recorder.given(list(twin.parameters()), tensors_in(given))
     with recorder:
         ends = _ends(twin, whole, given, arithmetic, evaluate)

@@ -10,6 +10,7 @@ still be seen while the difference is gone is not it, nor is one that could not 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from driftlab.fold.unfold import Unfold, floating_tensors
 from driftlab.network.calling import copied
 from driftlab.network.modules import common, lies_in, only_holds
 from driftlab.tracing.cone import Cone
-from driftlab.tracing.flow import Flow
+from driftlab.tracing.flow import Flow, Value, move
 from driftlab.tracing.prints import AGREE
 
 # A difference of which less is left is gone: what stays is a good part of it, and rounding next to nothing.
@@ -35,7 +36,7 @@ class Silencing:
         networks: reference and candidate.
         flows: theirs, as they are.
         fold: between their weights.
-        record: the flow of one of the two; ``moved`` is the number of a value that is moved a little.
+        record: the flow of one of the two; ``change`` as of ``Recorder``.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Silencing:
                 continue
             gone = all(_apart(silent, end) <= GONE * apart for end, apart in before.items())
             for scope, number in list(left.items()):
-                moved = self._record(both[0], moved=number)
+                moved = self._record(both[0], change=partial(_moved, number))
                 seen = any(_far(silent[0].ends[end], moved.ends[end]) for end in silent[0].ends)
                 # a value that is not what it was may lack the numbers on which a fault shows
                 if (seen and gone and scope in alike) or not (seen or gone):
@@ -109,6 +110,11 @@ class Silencing:
         for name, tensor in back(folded, other).items():
             other[name].copy_(tensor)
         return mine, theirs
+
+
+def _moved(which: int, number: int, value: Value, tensor: Tensor) -> None:
+    if number == which:
+        move(tensor)
 
 
 def _called_below(network: nn.Module, parent: str) -> Iterator[str]:

@@ -1,0 +1,209 @@
+"""The reference with one value of the candidate's in the place of its own: does it then give its results?
+
+An interchange intervention (Geiger et al., Causal Abstractions of Neural Networks, 2021; activation patching,
+Vig et al., 2020). Put in where the mistake is, or behind it, the candidate's value makes the candidate's
+results; before it, the reference's. So the first value of the candidate's that does so is what the mistake
+made, whatever it is, and the place is where the reference has its own of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise, permutations
+
+import torch
+from torch import Tensor
+
+from driftlab.arithmetic.difference import distance
+from driftlab.arithmetic.naming import LOSS
+from driftlab.arithmetic.shadow import held
+from driftlab.tracing.flow import Flow, Value, writing
+from driftlab.tracing.prints import AGREE, Prints, Seen
+
+# Runs of the reference at most, and numbers that are kept of either network.
+RUNS, KEPT = 200, 2e7
+# A value is put in as it lies, or with its axes turned, in so many of the ways that come nearest.
+LAYOUTS, AXES, LARGEST = 2, 4, 2**18
+
+# So many operations lie between a value and what both networks have: those nearest to that are tried first.
+DEPTHS = (0, 2, 3, 5, 9, 10**9)
+
+Record = Callable[..., Flow]
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """Attributes:
+    scope: the module that makes the reference's value.
+    scopes: all modules that make something between what both have and that value.
+    candidate_scope: the module that makes the candidate's.
+    """
+
+    scope: str
+    scopes: tuple[str, ...]
+    candidate_scope: str
+
+
+def exchanged(mine: Record, theirs: Record, agrees: Callable[[dict[str, Tensor]], bool]) -> Exchanged | None:
+    """The first value of the candidate's that makes its results of the reference's; None where none does.
+
+    Args:
+        mine, theirs: record the flow of reference and candidate; ``change`` as of ``Recorder``.
+        agrees: whether results, by the reference's names, are the candidate's.
+    """
+    own, others = _Kept(mine), _Kept(theirs)
+    if own.full or others.full:
+        return None
+    own.compare(others.seen)
+    others.compare(own.seen)
+    runs = RUNS
+    for shallow, deep in pairwise(DEPTHS):
+        for number in others.offered():
+            fits = []
+            for spot in own.takes(others, number, range(shallow, deep)):
+                for values in _laid_out(others.tensors[number], own.tensors[spot]):
+                    runs -= 1
+                    if runs < 0:
+                        return None
+                    if agrees(_ends(mine, spot, values)):
+                        fits.append(spot)
+                        break
+            if fits:
+                return own.place(fits, others.flow.values[number].scope)
+    return None
+
+
+class _Kept:
+    """A flow with the numbers of its values.
+
+    Attributes:
+        full: whether there were too many to be kept.
+    """
+
+    def __init__(self, record: Record):
+        self.tensors: dict[int, Tensor] = {}
+        self._size, self.full = 0, False
+        self.flow = record(change=self._keep)
+        self.seen = self.flow.seen()
+
+    def _keep(self, number: int, value: Value, tensor: Tensor) -> None:
+        self._size += tensor.numel()
+        self.full = self.full or self._size > KEPT
+        if not value.given and not self.full and value.prints is not None:
+            self.tensors[number] = held(tensor).detach().double().cpu().clone()
+
+    def compare(self, other: Seen) -> None:
+        """Which values the other network has, and where those begin that lead to the results without it."""
+        self._other, values = other, self.flow.values
+        self._shared = [v.prints is not None and other.has(v.prints) for v in values]
+        self._made_of: list[set[int]] = []  # of each, the last ones before it that both have
+        self._depth: list[int] = []
+        for number, value in enumerate(values):
+            made_of: set[int] = {number} if self._shared[number] else set()
+            read = [i for i in value.inputs if not values[i].weight]
+            if not made_of:
+                made_of = set().union(*(self._made_of[i] for i in read))
+            self._made_of.append(made_of)
+            deeper = 1 + max((self._depth[i] for i in read), default=0)
+            self._depth.append(0 if self._shared[number] else deeper)
+        cone, waiting = set(), [n for n in self.flow.results.values() if not self._shared[n]]
+        while waiting:
+            if (at := waiting.pop()) not in cone:
+                cone.add(at)
+                waiting += [i for i in values[at].inputs if not self._shared[i]]
+        self._cone = cone
+        edge, waiting = set(), [i for n in cone for i in values[n].inputs if self._shared[i]]
+        while waiting:  # and what gives them their order, which nobody sees in their prints
+            if (at := waiting.pop()) not in edge:
+                edge.add(at)
+                waiting += self._joined(at)
+        self._edge = edge
+
+    def _joined(self, number: int) -> list[int]:
+        """What a value is the same numbers of, in one or in parts."""
+        values = self.flow.values
+        size, given = values[number].prints, [i for i in values[number].inputs if self._shared[i]]
+        sizes = [values[i].prints.whole[0] for i in given]
+        if size is None or sum(sizes) != size.whole[0] or len(given) != len(values[number].inputs):
+            return []
+        absolute = sum(values[i].prints.whole[1] for i in given)
+        return given if abs(absolute - size.whole[1]) <= AGREE * absolute else []
+
+    def offered(self) -> list[int]:
+        """What may have been made by a mistake, in its order."""
+        return [n for n in sorted(self._cone | self._edge) if n in self.tensors and self._telling(n)]
+
+    def _telling(self, number: int) -> bool:
+        found = self.flow.values[number].prints
+        return found is not None and found.telling
+
+    def takes(self, others: _Kept, number: int, depths: range) -> Iterator[int]:
+        """The values that ``number`` of the other's may stand for: of its size, and made of the same."""
+        size, sources = others.tensors[number].numel(), others._made_of[number]
+        last = max((n for end, n in self.flow.results.items() if end != LOSS), default=len(self.flow.values))
+        for spot in self.offered():
+            if spot <= last and self._depth[spot] in depths and self.tensors[spot].numel() == size:
+                alike = {found for n in self._made_of[spot] for found in self._theirs(n)}
+                if not alike or not alike.isdisjoint(sources):
+                    yield spot
+
+    def _theirs(self, number: int) -> list[int]:
+        """The other's values that look like one of its own."""
+        found = self.flow.values[number].prints
+        prints = [found.whole, *(p for axis in found.slices for p in axis)] if found else []
+        return next((there for p in prints[:1] if (there := self._other.find(p))), None) or [
+            n for p in prints[1:] for n in self._other.find(p)
+        ]
+
+    def place(self, fits: list[int], candidate_scope: str) -> Exchanged:
+        """Of several, the last that is no copy: what a mistake made may pass through others unchanged."""
+        values = self.flow.values
+        own = [n for n in fits if not self._copies(n, set(fits))]
+        spot = max(own or fits)
+        between, waiting = set(), [spot]
+        while waiting:
+            if (at := waiting.pop()) not in between:
+                between.add(at)
+                waiting += [i for i in values[at].inputs if not self._shared[i]]
+        scopes = tuple(dict.fromkeys(values[n].scope for n in sorted(between)))
+        return Exchanged(values[spot].scope, scopes, candidate_scope)
+
+    def _copies(self, number: int, among: Iterable[int]) -> bool:
+        values, read = self.flow.values, self.flow.values[number].inputs
+        return any(_same(values[number].prints, values[i].prints) for i in read if i in among)
+
+
+def _same(one: Prints | None, other: Prints | None) -> bool:
+    return one is not None and other is not None and one.same(other)
+
+
+def _laid_out(values: Tensor, like: Tensor) -> Iterator[Tensor]:
+    """As it lies, and the nearest of those with its axes turned; none that is what stands there already."""
+    found = [values.reshape(like.shape)]
+    shape = values.squeeze()
+    if shape.dim() <= AXES and values.numel() <= LARGEST:
+        turned = (shape.permute(axes) for axes in permutations(range(shape.dim())))
+        found += sorted((t.reshape(like.shape) for t in turned), key=lambda t: distance(like, t))
+    size, given = float(torch.linalg.vector_norm(like)), 0
+    tried: list[Tensor] = []
+    for one in found:
+        if given == LAYOUTS or any(torch.equal(one, t) for t in tried):
+            continue
+        tried.append(one)
+        if distance(like, one) <= AGREE * size:  # the same in the same order: nothing changes
+            return
+        given += 1
+        yield one
+
+
+def _ends(mine: Record, spot: int, values: Tensor) -> dict[str, Tensor]:
+    def change(number: int, value: Value, tensor: Tensor) -> None:
+        if number == spot:
+            with writing(tensor) as own:
+                own.copy_(values.reshape(tensor.shape))
+
+    try:
+        return mine(change=change, known=True).ends
+    except Exception:  # it does not run so, wherever that shows
+        return {}
