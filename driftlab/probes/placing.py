@@ -66,7 +66,7 @@ def placed(
 def _or_where_a_call_would(
     found: Examination, place: Place, difference: Difference, located: tuple[str, Difference] | None
 ) -> tuple[Place, Difference, str]:
-    """The same; or the module of a call whose change makes the outputs what they are.
+    """The same; or the module of a call, or of a value, whose change makes the outputs what they are.
 
     Not where a pair of modules is wrong, and it is in it.
     """
@@ -74,7 +74,10 @@ def _or_where_a_call_would(
     mutant = None if within else changed_call(found, difference, place.module)
     if mutant is None:
         other = None if within else other_value(found, difference)
-        return (replace(place, module=_called(found.pair, other.scope)) if other else place), difference, ""
+        if other is not None:
+            module = _called(found.pair, other.scope)
+            place = replace(place, module=module, candidate_module=other.candidate_scope)
+        return place, difference, ""
     if place.module != mutant.scope:
         place = _at(found.pair, mutant.scope, place.pass_)
     where = f" in `{mutant.scope}`" if mutant.scope else ""

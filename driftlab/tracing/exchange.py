@@ -17,7 +17,7 @@ from torch import Tensor
 
 from driftlab.arithmetic.difference import distance
 from driftlab.arithmetic.naming import LOSS
-from driftlab.arithmetic.shadow import held
+from driftlab.arithmetic.shadow import plain
 from driftlab.tracing.flow import Flow, Value, writing
 from driftlab.tracing.prints import AGREE, Prints, Seen
 
@@ -36,12 +36,10 @@ Record = Callable[..., Flow]
 class Exchanged:
     """Attributes:
     scope: the module that makes the reference's value.
-    scopes: all modules that make something between what both have and that value.
     candidate_scope: the module that makes the candidate's.
     """
 
     scope: str
-    scopes: tuple[str, ...]
     candidate_scope: str
 
 
@@ -57,21 +55,44 @@ def exchanged(mine: Record, theirs: Record, agrees: Callable[[dict[str, Tensor]]
         return None
     own.compare(others.seen)
     others.compare(own.seen)
-    runs = RUNS
+    trial = _Trial(mine, agrees)
     for shallow, deep in pairwise(DEPTHS):
         for number in others.offered():
-            fits = []
-            for spot in own.takes(others, number, range(shallow, deep)):
-                for values in _laid_out(others.tensors[number], own.tensors[spot]):
-                    runs -= 1
-                    if runs < 0:
-                        return None
-                    if agrees(_ends(mine, spot, values)):
-                        fits.append(spot)
-                        break
+            spots = own.takes(others, number, range(shallow, deep))
+            fits = [s for s in spots if trial.fits(s, own.tensors[s], others.tensors[number])]
             if fits:
-                return own.place(fits, others.flow.values[number].scope)
+                return Exchanged(own.scope(fits), others.flow.values[number].scope)
+            if trial.left <= 0:
+                return None
     return None
+
+
+class _Trial:
+    """Runs of the reference with a value put in.
+
+    Attributes:
+        left: how many there still may be.
+    """
+
+    def __init__(self, mine: Record, agrees: Callable[[dict[str, Tensor]], bool]):
+        self._mine, self._agrees, self.left = mine, agrees, RUNS
+
+    def fits(self, spot: int, own: Tensor, other: Tensor) -> bool:
+        return any(self._agrees(self._ends(spot, values)) for values in _laid_out(other, own))
+
+    def _ends(self, spot: int, values: Tensor) -> dict[str, Tensor]:
+        def change(number: int, value: Value, tensor: Tensor) -> None:
+            if number == spot:
+                with writing(tensor) as own:
+                    own.copy_(values.reshape(tensor.shape))
+
+        if self.left <= 0:
+            return {}
+        self.left -= 1
+        try:
+            return self._mine(change=change, known=True).ends
+        except Exception:  # it does not run so, wherever that shows
+            return {}
 
 
 class _Kept:
@@ -91,7 +112,7 @@ class _Kept:
         self._size += tensor.numel()
         self.full = self.full or self._size > KEPT
         if not value.given and not self.full and value.prints is not None:
-            self.tensors[number] = held(tensor).detach().double().cpu().clone()
+            self.tensors[number] = plain(tensor).cpu().clone()
 
     def compare(self, other: Seen) -> None:
         """Which values the other network has, and where those begin that lead to the results without it."""
@@ -117,18 +138,18 @@ class _Kept:
         while waiting:  # and what gives them their order, which nobody sees in their prints
             if (at := waiting.pop()) not in edge:
                 edge.add(at)
-                waiting += self._joined(at)
+                waiting += self._gives_its_order(at)
         self._edge = edge
 
-    def _joined(self, number: int) -> list[int]:
-        """What a value is the same numbers of, in one or in parts."""
+    def _gives_its_order(self, number: int) -> list[int]:
+        """What a value is joined of, or the one that it was made of number by number."""
         values = self.flow.values
-        size, given = values[number].prints, [i for i in values[number].inputs if self._shared[i]]
-        sizes = [values[i].prints.whole[0] for i in given]
-        if size is None or sum(sizes) != size.whole[0] or len(given) != len(values[number].inputs):
-            return []
-        absolute = sum(values[i].prints.whole[1] for i in given)
-        return given if abs(absolute - size.whole[1]) <= AGREE * absolute else []
+        read = [i for i in values[number].inputs if self._shared[i]]
+        size, sizes = _size(values[number]), [_size(values[i]) for i in read]
+        if sum(sizes) == size and len(read) == len(values[number].inputs):
+            return read
+        alike = [i for i, own in zip(read, sizes, strict=True) if own == size]
+        return alike if len(alike) == 1 else []
 
     def offered(self) -> list[int]:
         """What may have been made by a mistake, in its order."""
@@ -156,22 +177,18 @@ class _Kept:
             n for p in prints[1:] for n in self._other.find(p)
         ]
 
-    def place(self, fits: list[int], candidate_scope: str) -> Exchanged:
-        """Of several, the last that is no copy: what a mistake made may pass through others unchanged."""
-        values = self.flow.values
+    def scope(self, fits: list[int]) -> str:
+        """Of several, that of the last that is no copy: what was made may pass through others unchanged."""
         own = [n for n in fits if not self._copies(n, set(fits))]
-        spot = max(own or fits)
-        between, waiting = set(), [spot]
-        while waiting:
-            if (at := waiting.pop()) not in between:
-                between.add(at)
-                waiting += [i for i in values[at].inputs if not self._shared[i]]
-        scopes = tuple(dict.fromkeys(values[n].scope for n in sorted(between)))
-        return Exchanged(values[spot].scope, scopes, candidate_scope)
+        return self.flow.values[max(own or fits)].scope
 
     def _copies(self, number: int, among: Iterable[int]) -> bool:
         values, read = self.flow.values, self.flow.values[number].inputs
         return any(_same(values[number].prints, values[i].prints) for i in read if i in among)
+
+
+def _size(value: Value) -> int:
+    return value.prints.whole[0] if value.prints is not None else 0
 
 
 def _same(one: Prints | None, other: Prints | None) -> bool:
@@ -179,15 +196,15 @@ def _same(one: Prints | None, other: Prints | None) -> bool:
 
 
 def _laid_out(values: Tensor, like: Tensor) -> Iterator[Tensor]:
-    """As it lies, and the nearest of those with its axes turned; none that is what stands there already."""
-    found = [values.reshape(like.shape)]
-    shape = values.squeeze()
-    if shape.dim() <= AXES and values.numel() <= LARGEST:
-        turned = (shape.permute(axes) for axes in permutations(range(shape.dim())))
-        found += sorted((t.reshape(like.shape) for t in turned), key=lambda t: distance(like, t))
+    """As it lies, or with its axes turned: what has its shape first, then the nearest, up to what is there."""
+    found, thin = [values], values.squeeze()
+    if thin.dim() <= AXES and values.numel() <= LARGEST:
+        found += [thin.permute(axes) for axes in permutations(range(thin.dim()))]
+    shaped = [(one.squeeze().shape != like.squeeze().shape, one.reshape(like.shape)) for one in found]
+    shaped.sort(key=lambda one: (one[0], distance(like, one[1])))
     size, given = float(torch.linalg.vector_norm(like)), 0
     tried: list[Tensor] = []
-    for one in found:
+    for _, one in shaped:
         if given == LAYOUTS or any(torch.equal(one, t) for t in tried):
             continue
         tried.append(one)
@@ -195,15 +212,3 @@ def _laid_out(values: Tensor, like: Tensor) -> Iterator[Tensor]:
             return
         given += 1
         yield one
-
-
-def _ends(mine: Record, spot: int, values: Tensor) -> dict[str, Tensor]:
-    def change(number: int, value: Value, tensor: Tensor) -> None:
-        if number == spot:
-            with writing(tensor) as own:
-                own.copy_(values.reshape(tensor.shape))
-
-    try:
-        return mine(change=change, known=True).ends
-    except Exception:  # it does not run so, wherever that shows
-        return {}

@@ -1,0 +1,102 @@
+"""Mistakes that nobody has a name for: the candidate's value, put into the reference, tells the place."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from driftlab import Verdict, diagnose
+
+torch.set_num_threads(1)
+WIDTH, TOKENS = 6, 5
+SHUFFLED = [4, 0, 5, 2, 1, 3]
+
+
+class Mixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.scores, self.values = (
+            nn.LayerNorm(WIDTH),
+            nn.Linear(WIDTH, 1),
+            nn.Linear(WIDTH, WIDTH),
+        )
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.scores(x).softmax(1) * torch.tanh(self.values(x))
+
+
+class Net(nn.Module):
+    """[N, T, C] -> [N, 3]."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.mixers = nn.ModuleList(Mixer() for _ in range(3))
+
+    def forward(self, x):
+        x = self.enter(x)
+        for mixer in self.mixers:
+            x = x + mixer(x)
+        return self.head(x.mean(1))
+
+
+class TimeFirst(nn.Module):
+    """The same with [T, N, C] inside, of weights without modules; ``fault`` stands in the second mixer."""
+
+    def __init__(self, old, fault=""):
+        super().__init__()
+        self.fault = fault
+        for name, parameter in old.named_parameters():
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(parameter.detach().clone()))
+
+    def linear(self, name, x):
+        return F.linear(x, getattr(self, name + "_weight"), getattr(self, name + "_bias"))
+
+    def mixer(self, i, x, fault):
+        spread, mean = torch.var_mean(x, -1, correction=0, keepdim=True)
+        x = (x - mean) * (spread + 1e-5).rsqrt()
+        x = x * getattr(self, f"mixers_{i}_norm_weight") + getattr(self, f"mixers_{i}_norm_bias")
+        if fault == "wave in the norm":
+            x = x + 0.1 * torch.sin(3 * x)
+        scores, values = self.linear(f"mixers_{i}_scores", x), self.linear(f"mixers_{i}_values", x)
+        shares = scores.softmax(0)
+        if fault == "squares in the shares":
+            shares = shares * shares / (shares * shares).sum(0)
+        if fault == "shuffled":
+            values = values[..., SHUFFLED]
+        return shares * torch.tanh(values)
+
+    def forward(self, x):
+        x = self.linear("enter", x.transpose(0, 1))
+        for i in range(3):
+            x = x + self.mixer(i, x, self.fault if i == 1 else "")
+        return self.linear("head", x.mean(0))
+
+
+def batches():
+    torch.manual_seed(1)
+    return [(torch.randn(8, TOKENS, WIDTH), torch.randint(3, (8,))) for _ in range(2)]
+
+
+def judged(fault):
+    return diagnose(Net(), lambda old: TimeFirst(old, fault), batches(), loss=F.cross_entropy, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "module"),
+    [
+        ("wave in the norm", "mixers.1.norm"),
+        ("squares in the shares", "mixers.1"),
+        ("shuffled", "mixers.1.values"),
+    ],
+)
+def test_the_module_is_named(fault, module):
+    found = judged(fault)
+    assert found.verdict is Verdict.BUG
+    assert (found.where.module, found.where.pass_) == (module, "forward")
+
+
+def test_without_a_fault_they_are_the_same():
+    assert judged("").verdict is Verdict.ROUND_OFF
