@@ -196,7 +196,7 @@ def _same(one: Prints | None, other: Prints | None) -> bool:
 
 
 def _laid_out(values: Tensor, like: Tensor) -> Iterator[Tensor]:
-    """As it lies, or with its axes turned: what has its shape first, then the nearest, up to what is there."""
+    """As it lies, or with its axes turned: what has its shape first, then the nearest, until it is there."""
     found, thin = [values], values.squeeze()
     if thin.dim() <= AXES and values.numel() <= LARGEST:
         found += [thin.permute(axes) for axes in permutations(range(thin.dim()))]
