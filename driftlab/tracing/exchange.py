@@ -22,12 +22,14 @@ from driftlab.tracing.flow import Flow, Value, writing
 from driftlab.tracing.prints import AGREE, Prints, Seen
 
 # Runs of the reference at most, and numbers that are kept of either network.
-RUNS, KEPT = 200, 2e7
+RUNS, KEPT = 150, 2e7
 # A value is put in as it lies, or with its axes turned, in so many of the ways that come nearest.
 LAYOUTS, AXES, LARGEST = 2, 4, 2**18
 
 # So many operations lie between a value and what both networks have: those nearest to that are tried first.
 DEPTHS = (0, 2, 3, 5, 9, 10**9)
+# And so many may be done besides to a value that both have.
+MORE = 4
 
 Record = Callable[..., Flow]
 
@@ -164,9 +166,11 @@ class _Kept:
         size, sources = others.tensors[number].numel(), others._made_of[number]
         last = max((n for end, n in self.flow.results.items() if end != LOSS), default=len(self.flow.values))
         for spot in self.offered():
+            if self._shared[spot] and others._depth[number] > MORE:
+                continue
             if spot <= last and self._depth[spot] in depths and self.tensors[spot].numel() == size:
                 alike = {found for n in self._made_of[spot] for found in self._theirs(n)}
-                if not alike or not alike.isdisjoint(sources):
+                if alike == sources == set() or not alike.isdisjoint(sources):
                     yield spot
 
     def _theirs(self, number: int) -> list[int]:
