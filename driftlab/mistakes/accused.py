@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +83,16 @@ class Accused:
         named = by_reference_names(passes, dict, (self.prefix, ""), 0)
         found = named.get(self.difference.pass_, {}).get(self.difference.name)
         return None if found is None else found.cpu()
+
+
+def are_theirs(cases: Sequence[Accused], results: Mapping[str, Tensor]) -> bool:
+    """Whether results are the candidate's in every quantity, but for rounding.
+
+    Of the first, which differs, they leave next to nothing over: a difference near rounding is in any result.
+    """
+    if not all(case.is_theirs(results.get(case.name)) for case in cases):
+        return False
+    return distance(cases[0].theirs, results[cases[0].name]) * HALFWAY_BITS <= cases[0].apart
 
 
 def accused(

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.anew import Anew
-from driftlab.arithmetic.difference import distance
 from driftlab.arithmetic.passes import in_arithmetic
 from driftlab.arithmetic.shadow import held
-from driftlab.mistakes.accused import Accused
+from driftlab.mistakes.accused import Accused, are_theirs
 from driftlab.mistakes.call_modes import Calls, Change, floating
 from driftlab.mistakes.explanations import spelled
 from driftlab.mistakes.frontier import Frontier
@@ -30,7 +29,6 @@ from driftlab.mistakes.mutants import Mutants
 from driftlab.mistakes.torch_call import Call
 from driftlab.network.calling import copied
 from driftlab.network.compiled import eager
-from driftlab.rounding import HALFWAY_BITS
 from driftlab.tracing.flow import Flow, Scopes
 from driftlab.tracing.parting import results_of
 
@@ -134,11 +132,7 @@ class _Trials:
         return way if math.isfinite(way) else None
 
     def _agrees(self, results: Results) -> bool:
-        """In every quantity, but for rounding, which leaves next to nothing of the difference."""
-        if not all(case.is_theirs(results.get(case.name)) for case in self._cases):
-            return False
-        first = self._cases[0]
-        return distance(first.theirs, results[first.difference.name]) * HALFWAY_BITS <= first.apart
+        return are_theirs(self._cases, results)
 
     def _changed(self, mutant: Mutant, times: float) -> Results:
         def change(number: int, call: Call, earlier: Sequence[Tensor]) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from driftlab.arithmetic.difference import Difference
@@ -9,7 +11,7 @@ from driftlab.arithmetic.locating import BACKWARD
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.quantities import read_both
 from driftlab.blame import unless_ours
-from driftlab.mistakes.accused import Accused
+from driftlab.mistakes.accused import Accused, are_theirs
 from driftlab.mistakes.fitting import fitting
 from driftlab.mistakes.mutant import Mutant
 from driftlab.mistakes.stopped import Stop, stopped
@@ -59,7 +61,7 @@ def other_value(found: Examination, difference: Difference) -> Exchanged | None:
             pair, arithmetic, pass_ = found.pair, cases[0].arithmetic, difference.pass_
             both = (pair.reference, pair.candidate)
             mine, theirs = (again(n, found.whole, arithmetic, pass_, pair.seed) for n in both)
-            return exchanged(mine, theirs, lambda ends: all(c.is_theirs(ends.get(c.name)) for c in cases))
+            return exchanged(mine, theirs, partial(are_theirs, cases))
     return None
 
 
