@@ -10,7 +10,7 @@ from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import BACKWARD, SAME_BORDERS, first_wrong
 from driftlab.blame import unless_ours
 from driftlab.fold import Fold
-from driftlab.network.modules import common_parent, lies_in, only_holds
+from driftlab.network.modules import common_parent, is_torchs, lies_in, only_holds
 from driftlab.network.pair import Pair
 from driftlab.probes.counterfactual import changed_call, gradient_stop, other_value
 from driftlab.probes.examination import Examination
@@ -73,15 +73,25 @@ def _or_where_a_call_would(
     within = located is not None and lies_in(place.module, located[0])
     mutant = None if within else changed_call(found, difference, place.module)
     if mutant is None:
-        other = None if within else other_value(found, difference)
-        if other is not None:
-            module = _called(found.pair, other.scope)
-            place = replace(place, module=module, candidate_module=other.candidate_scope)
-        return place, difference, ""
+        return (place if within else _where_a_value_would(found, place, difference)), difference, ""
     if place.module != mutant.scope:
         place = _at(found.pair, mutant.scope, place.pass_)
     where = f" in `{mutant.scope}`" if mutant.scope else ""
     return place, difference, f"{mutant.said}{where} would do that"
+
+
+def _where_a_value_would(found: Examination, place: Place, difference: Difference) -> Place:
+    """The same, where that lies before the value that the candidate's would be put in the place of.
+
+    What is done to a result of torch's own layers is their caller's affair.
+    """
+    other = other_value(found, difference)
+    if other is None or (place.module and place.module in other.scopes):
+        return place
+    reference, module = found.pair.reference, other.scope
+    if other.besides and is_torchs(reference.get_submodule(module)):
+        module = module.rpartition(".")[0]
+    return replace(place, module=_called(found.pair, module), candidate_module=other.candidate_scope)
 
 
 def _at(pair: Pair, module: str, pass_: str) -> Place:

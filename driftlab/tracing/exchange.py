@@ -38,11 +38,15 @@ Record = Callable[..., Flow]
 class Exchanged:
     """Attributes:
     scope: the module that makes the reference's value.
+    scopes: all that make something between what both have and that value.
     candidate_scope: the module that makes the candidate's.
+    besides: whether the candidate comes by the reference's value, and something is done to it besides.
     """
 
     scope: str
+    scopes: frozenset[str]
     candidate_scope: str
+    besides: bool
 
 
 def exchanged(mine: Record, theirs: Record, agrees: Callable[[dict[str, Tensor]], bool]) -> Exchanged | None:
@@ -63,7 +67,7 @@ def exchanged(mine: Record, theirs: Record, agrees: Callable[[dict[str, Tensor]]
             spots = own.takes(others, number, range(shallow, deep))
             fits = [s for s in spots if trial.fits(s, own.tensors[s], others.tensors[number])]
             if fits:
-                return Exchanged(own.scope(fits), others.flow.values[number].scope)
+                return own.exchanged(fits, others.flow.values[number].scope)
             if trial.left <= 0:
                 return None
     return None
@@ -181,10 +185,17 @@ class _Kept:
             n for p in prints[1:] for n in self._other.find(p)
         ]
 
-    def scope(self, fits: list[int]) -> str:
+    def exchanged(self, fits: list[int], candidate_scope: str) -> Exchanged:
         """Of several, that of the last that is no copy: what was made may pass through others unchanged."""
-        own = [n for n in fits if not self._copies(n, set(fits))]
-        return self.flow.values[max(own or fits)].scope
+        own, values = [n for n in fits if not self._copies(n, set(fits))], self.flow.values
+        spot = max(own or fits)
+        between, waiting = {spot}, [spot]
+        while waiting:
+            new = {i for i in values[waiting.pop()].inputs if not self._shared[i]} - between
+            between |= new
+            waiting += new
+        scopes = frozenset(values[n].scope for n in between)
+        return Exchanged(values[spot].scope, scopes, candidate_scope, self._shared[spot])
 
     def _copies(self, number: int, among: Iterable[int]) -> bool:
         values, read = self.flow.values, self.flow.values[number].inputs
