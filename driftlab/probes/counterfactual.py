@@ -43,25 +43,25 @@ def gradient_stop(found: Examination, wrong: list[Difference]) -> Stop | None:
     return None
 
 
-def changed_call(found: Examination, difference: Difference, place: str) -> Mutant | None:
-    """The call in which a mistake would make the outputs what they are: at ``place``, else the first."""
-    with unless_ours():
-        if cases := _cases(found, difference):
-            pair, arithmetic, pass_ = found.pair, cases[0].arithmetic, difference.pass_
-            candidate = flow_of(pair.candidate, found.whole, arithmetic, pass_, pair.seed)
-            fit = fitting(cases, candidate, near=place)
-            return next((m for m in fit if m.scope == place), next(iter(fit), None))
-    return None
+def counterfactual(found: Examination, difference: Difference, place: str) -> Mutant | Exchanged | None:
+    """What would make the outputs what they are: a mistake in a call, at ``place`` or else the first one.
 
-
-def other_value(found: Examination, difference: Difference) -> Exchanged | None:
-    """Where a value of the candidate's, put in, would make the outputs what they are."""
+    Where no mistake does, a value of the candidate's in the place of the reference's.
+    """
+    cases: list[Accused] = []
     with unless_ours():
-        if cases := _cases(found, difference):
-            pair, arithmetic, pass_ = found.pair, cases[0].arithmetic, difference.pass_
-            both = (pair.reference, pair.candidate)
-            mine, theirs = (again(n, found.whole, arithmetic, pass_, pair.seed) for n in both)
-            return exchanged(mine, theirs, partial(are_theirs, cases))
+        cases = _cases(found, difference)
+    if not cases:
+        return None
+    pair = found.pair
+    about = (found.whole, cases[0].arithmetic, difference.pass_, pair.seed)
+    with unless_ours():
+        fit = fitting(cases, flow_of(pair.candidate, *about), near=place)
+        if fit:
+            return next((m for m in fit if m.scope == place), fit[0])
+    with unless_ours():
+        mine, theirs = (again(network, *about) for network in (pair.reference, pair.candidate))
+        return exchanged(mine, theirs, partial(are_theirs, cases))
     return None
 
 

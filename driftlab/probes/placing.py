@@ -12,8 +12,9 @@ from driftlab.blame import unless_ours
 from driftlab.fold import Fold
 from driftlab.network.modules import common_parent, is_torchs, lies_in, only_holds
 from driftlab.network.pair import Pair
-from driftlab.probes.counterfactual import changed_call, gradient_stop, other_value
+from driftlab.probes.counterfactual import counterfactual, gradient_stop
 from driftlab.probes.examination import Examination
+from driftlab.tracing.exchange import Exchanged
 from driftlab.tracing.parting import FORWARD, Traced, parting
 from driftlab.words import Place, Verdict
 
@@ -71,27 +72,28 @@ def _or_where_a_call_would(
     Not where a pair of modules is wrong, and it is in it.
     """
     within = located is not None and lies_in(place.module, located[0])
-    mutant = None if within else changed_call(found, difference, place.module)
-    if mutant is None:
-        return (place if within else _where_a_value_would(found, place, difference)), difference, ""
-    if place.module != mutant.scope:
-        place = _at(found.pair, mutant.scope, place.pass_)
-    where = f" in `{mutant.scope}`" if mutant.scope else ""
-    return place, difference, f"{mutant.said}{where} would do that"
+    would = None if within else counterfactual(found, difference, place.module)
+    if would is None:
+        return place, difference, ""
+    if isinstance(would, Exchanged):
+        return _where_a_value_would(found.pair, place, would), difference, ""
+    if place.module != would.scope:
+        place = _at(found.pair, would.scope, place.pass_)
+    where = f" in `{would.scope}`" if would.scope else ""
+    return place, difference, f"{would.said}{where} would do that"
 
 
-def _where_a_value_would(found: Examination, place: Place, difference: Difference) -> Place:
-    """The same, where that lies before the value that the candidate's would be put in the place of.
+def _where_a_value_would(pair: Pair, place: Place, value: Exchanged) -> Place:
+    """The same, where that lies before the value that the candidate's is put in the place of.
 
     What is done to a result of torch's own layers is their caller's affair.
     """
-    other = other_value(found, difference)
-    if other is None or (place.module and place.module in other.scopes):
+    if place.module and place.module in value.scopes:
         return place
-    reference, module = found.pair.reference, other.scope
-    if other.besides and is_torchs(reference.get_submodule(module)):
+    module = value.scope
+    if value.besides and is_torchs(pair.reference.get_submodule(module)):
         module = module.rpartition(".")[0]
-    return replace(place, module=_called(found.pair, module), candidate_module=other.candidate_scope)
+    return replace(place, module=_called(pair, module), candidate_module=value.candidate_scope)
 
 
 def _at(pair: Pair, module: str, pass_: str) -> Place:

@@ -40,7 +40,7 @@ class Cone:
         self._others = [value.prints for value in other.values]
         self._right, self._known = right, {}
         self._any_known = any(map(right, {value.scope for value in self._values} - {""}))
-        self._before_the_loss = _before_the_loss(own)
+        self._before_the_loss = before_the_loss(own)
         self._absent = self._led([own.results[end] for end in ends if end in own.results])
         first = [n for n in sorted(self._absent) if self._absent.isdisjoint(self._values[n].inputs)]
         self._begun = [n for n in first if not self._made_up_for(n)] or first
@@ -96,7 +96,7 @@ class Cone:
         def made(number: int) -> list[int]:
             return [u for u in self._uses[number] if u in self._absent]
 
-        return _reached(chain.from_iterable(map(made, numbers)), made)
+        return reached(chain.from_iterable(map(made, numbers)), made)
 
     def _in_one_part(self, numbers: list[int]) -> list[int]:
         scopes = [self._lifted(n) for n in numbers]
@@ -140,12 +140,12 @@ class Cone:
         return self._known[number]
 
     def _led(self, ends: list[int]) -> set[int]:
-        reached = _reached(ends, lambda n: () if self._has(n) else self._values[n].inputs)
-        return {n for n in reached if not self._has(n)}
+        led = reached(ends, lambda n: () if self._has(n) else self._values[n].inputs)
+        return {n for n in led if not self._has(n)}
 
     def _border(self, number: int, inner: Callable[[int], bool]) -> tuple[set[int], set[int]]:
         """What is made of a value as far as it is ``inner``, and what is made of that."""
-        inside = _reached([number], lambda at: filter(inner, self._whole_uses(at)))
+        inside = reached([number], lambda at: filter(inner, self._whole_uses(at)))
         return inside, {use for at in inside for use in self._whole_uses(at)} - inside
 
     def _whole_uses(self, number: int) -> list[int]:
@@ -229,7 +229,7 @@ class Cone:
             inside = at == number or lies_in(value.scope, scope)
             return [i for i in value.inputs if not self._values[i].given] if inside else []
 
-        scopes = {self._values[at].scope for at in _reached(made_of(number), made_of)}
+        scopes = {self._values[at].scope for at in reached(made_of(number), made_of)}
         return {found for found in scopes if not lies_in(found, scope)}
 
     def _moved(self, number: int) -> set[int]:
@@ -253,13 +253,13 @@ class Cone:
         return prints is not None and prints.telling and self._seen.has(prints, within)
 
 
-def _before_the_loss(flow: Flow) -> range:
+def before_the_loss(flow: Flow) -> range:
     """The values up to the last output: no border is moved into a loss, which damps whatever is wrong."""
     last = max((number for end, number in flow.results.items() if end != LOSS), default=None)
     return range(len(flow.values) if last is None else last + 1)
 
 
-def _reached(begin: Iterable[int], onward: Callable[[int], Iterable[int]]) -> set[int]:
+def reached(begin: Iterable[int], onward: Callable[[int], Iterable[int]]) -> set[int]:
     """The values that one comes by from these, themselves included."""
     found, waiting = set(), list(begin)
     while waiting:

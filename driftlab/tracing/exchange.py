@@ -10,16 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise, permutations
 
 import torch
 from torch import Tensor
 
 from driftlab.arithmetic.difference import distance
-from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.shadow import plain
+from driftlab.tracing.cone import before_the_loss, reached
 from driftlab.tracing.flow import Flow, Value, writing
-from driftlab.tracing.prints import AGREE, Prints, Seen
+from driftlab.tracing.prints import AGREE, Seen, same_numbers
 
 # Runs of the reference at most, and numbers that are kept of either network.
 RUNS, KEPT = 150, 2e7
@@ -63,7 +64,7 @@ def exchanged(mine: Record, theirs: Record, agrees: Callable[[dict[str, Tensor]]
     others.compare(own.seen)
     trial = _Trial(mine, agrees)
     for shallow, deep in pairwise(DEPTHS):
-        for number in others.offered():
+        for number in others.offered:
             spots = own.takes(others, number, range(shallow, deep))
             fits = [s for s in spots if trial.fits(s, own.tensors[s], others.tensors[number])]
             if fits:
@@ -106,10 +107,12 @@ class _Kept:
 
     Attributes:
         full: whether there were too many to be kept.
+        offered: what may have been made by a mistake, in its order; once it was compared.
     """
 
     def __init__(self, record: Record):
         self.tensors: dict[int, Tensor] = {}
+        self._alike: dict[int, set[int]] = {}
         self._size, self.full = 0, False
         self.flow = record(change=self._keep)
         self.seen = self.flow.seen()
@@ -134,18 +137,14 @@ class _Kept:
             self._made_of.append(made_of)
             deeper = 1 + max((self._depth[i] for i in read), default=0)
             self._depth.append(0 if self._shared[number] else deeper)
-        cone, waiting = set(), [n for n in self.flow.results.values() if not self._shared[n]]
-        while waiting:
-            if (at := waiting.pop()) not in cone:
-                cone.add(at)
-                waiting += [i for i in values[at].inputs if not self._shared[i]]
-        self._cone = cone
-        edge, waiting = set(), [i for n in cone for i in values[n].inputs if self._shared[i]]
-        while waiting:  # and what gives them their order, which nobody sees in their prints
-            if (at := waiting.pop()) not in edge:
-                edge.add(at)
-                waiting += self._gives_its_order(at)
-        self._edge = edge
+        cone = reached((n for n in self.flow.results.values() if not self._shared[n]), self._lacked)
+        begun = (i for n in cone for i in values[n].inputs if self._shared[i])
+        edge = reached(begun, self._gives_its_order)  # which nobody sees in the prints
+        self.offered = [n for n in sorted(cone | edge) if n in self.tensors and values[n].prints.telling]
+
+    def _lacked(self, number: int) -> list[int]:
+        """What a value is made of that the other network has not."""
+        return [i for i in self.flow.values[number].inputs if not self._shared[i]]
 
     def _gives_its_order(self, number: int) -> list[int]:
         """What a value is joined of, or the one that it was made of number by number."""
@@ -157,57 +156,49 @@ class _Kept:
         alike = [i for i, own in zip(read, sizes, strict=True) if own == size]
         return alike if len(alike) == 1 else []
 
-    def offered(self) -> list[int]:
-        """What may have been made by a mistake, in its order."""
-        return [n for n in sorted(self._cone | self._edge) if n in self.tensors and self._telling(n)]
-
-    def _telling(self, number: int) -> bool:
-        found = self.flow.values[number].prints
-        return found is not None and found.telling
-
     def takes(self, others: _Kept, number: int, depths: range) -> Iterator[int]:
         """The values that ``number`` of the other's may stand for: of its size, and made of the same."""
-        size, sources = others.tensors[number].numel(), others._made_of[number]
-        last = max((n for end, n in self.flow.results.items() if end != LOSS), default=len(self.flow.values))
-        for spot in self.offered():
+        size, sources, before = others.tensors[number].numel(), others._made_of[number], self._before
+        for spot in self.offered:
             if self._shared[spot] and others._depth[number] > MORE:
                 continue
-            if spot <= last and self._depth[spot] in depths and self.tensors[spot].numel() == size:
-                alike = {found for n in self._made_of[spot] for found in self._theirs(n)}
+            if spot in before and self._depth[spot] in depths and self.tensors[spot].numel() == size:
+                alike = self._made_of_theirs(spot)
                 if alike == sources == set() or not alike.isdisjoint(sources):
                     yield spot
 
+    @cached_property
+    def _before(self) -> range:
+        return before_the_loss(self.flow)
+
+    def _made_of_theirs(self, number: int) -> set[int]:
+        """The other's values that look like those that it is made of."""
+        if number not in self._alike:
+            self._alike[number] = {found for n in self._made_of[number] for found in self._theirs(n)}
+        return self._alike[number]
+
     def _theirs(self, number: int) -> list[int]:
-        """The other's values that look like one of its own."""
+        """The other's values that look like one of its own; where none does, like its slices."""
         found = self.flow.values[number].prints
-        prints = [found.whole, *(p for axis in found.slices for p in axis)] if found else []
-        return next((there for p in prints[:1] if (there := self._other.find(p))), None) or [
-            n for p in prints[1:] for n in self._other.find(p)
-        ]
+        if found is None:
+            return []
+        slices = (p for axis in found.slices for p in axis)
+        return self._other.find(found.whole) or [n for p in slices for n in self._other.find(p)]
 
     def exchanged(self, fits: list[int], candidate_scope: str) -> Exchanged:
         """Of several, that of the last that is no copy: what was made may pass through others unchanged."""
         own, values = [n for n in fits if not self._copies(n, set(fits))], self.flow.values
         spot = max(own or fits)
-        between, waiting = {spot}, [spot]
-        while waiting:
-            new = {i for i in values[waiting.pop()].inputs if not self._shared[i]} - between
-            between |= new
-            waiting += new
-        scopes = frozenset(values[n].scope for n in between)
+        scopes = frozenset(values[n].scope for n in reached([spot], self._lacked))
         return Exchanged(values[spot].scope, scopes, candidate_scope, self._shared[spot])
 
     def _copies(self, number: int, among: Iterable[int]) -> bool:
         values, read = self.flow.values, self.flow.values[number].inputs
-        return any(_same(values[number].prints, values[i].prints) for i in read if i in among)
+        return any(same_numbers(values[number].prints, values[i].prints) for i in read if i in among)
 
 
 def _size(value: Value) -> int:
     return value.prints.whole[0] if value.prints is not None else 0
-
-
-def _same(one: Prints | None, other: Prints | None) -> bool:
-    return one is not None and other is not None and one.same(other)
 
 
 def _laid_out(values: Tensor, like: Tensor) -> Iterator[Tensor]:

@@ -135,16 +135,25 @@ def flow_of(
     **watched: Any,
 ) -> Flow:
     """Arguments as of ``parting``; ``nudge`` and the last as of ``shadow_arithmetic`` and ``Recorder``."""
-    return flow_in(in_arithmetic(network, arithmetic), whole, arithmetic, pass_, seed, nudge, **watched)
+    twin = _ready(network, whole, arithmetic, pass_, seed)
+    return _flow_in(twin, whole, arithmetic, pass_, seed, nudge, **watched)
 
 
 def again(network: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int) -> Callable[..., Flow]:
     """Records the flow of one copy again and again; it is given what ``Recorder`` is."""
-    twin = Anew(in_arithmetic(network, arithmetic))
-    return lambda **watched: flow_in(twin.begun(), whole, arithmetic, pass_, seed, **watched)
+    twin = Anew(_ready(network, whole, arithmetic, pass_, seed))
+    return lambda **watched: _flow_in(twin.begun(), whole, arithmetic, pass_, seed, **watched)
 
 
-def flow_in(
+def _ready(network: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int) -> nn.Module:
+    """A copy; what is evaluated has been trained on the batch."""
+    twin = in_arithmetic(network, arithmetic)
+    if pass_ == "eval":
+        results_of(twin, whole, arithmetic, "forward", seed)
+    return twin
+
+
+def _flow_in(
     twin: nn.Module,
     whole: Recorded,
     arithmetic: str,
@@ -153,10 +162,8 @@ def flow_in(
     nudge: torch.Generator | None = None,
     **watched: Any,
 ) -> Flow:
-    """The same of a network that was made by ``in_arithmetic``, which is left as the run leaves it."""
+    """The same of a network that is ready, which is left as the run leaves it."""
     leaves: list[Tensor] = []
-    if pass_ == "eval":  # what is evaluated has been trained on the batch
-        results_of(twin, whole, arithmetic, "forward", seed)
     with computing(arithmetic, nudge, Native.TABLES if nudge else Native.NOTHING):
         given = own_inputs(whole, arithmetic, leaves)
         seed_random_layers(seed)

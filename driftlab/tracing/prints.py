@@ -67,6 +67,11 @@ def prints(tensor: Tensor) -> Prints | None:
         return Prints(_along(values, None)[0], tuple(_along(values, a) for a in _sliced(values)))
 
 
+def same_numbers(one: Prints | None, other: Prints | None) -> bool:
+    """Whether both hold floating numbers, and the same ones."""
+    return one is not None and other is not None and one.same(other)
+
+
 def _sliced(values: Tensor) -> list[int]:
     if values.dim() < 2 or values.numel() > LARGEST:
         return []

@@ -21,7 +21,7 @@ from driftlab.network.calling import copied
 from driftlab.network.modules import common, lies_in, only_holds
 from driftlab.tracing.cone import Cone
 from driftlab.tracing.flow import Flow, Value, move
-from driftlab.tracing.prints import AGREE
+from driftlab.tracing.prints import AGREE, same_numbers
 
 # A difference of which less is left is gone: what stays is a good part of it, and rounding next to nothing.
 GONE = 1e-3
@@ -150,5 +150,4 @@ def _far(mine: Tensor, theirs: Tensor) -> bool:
 
 
 def _alike(whole: Flow, silent: Flow, number: int) -> bool:
-    before, now = (flow.values[number].prints for flow in (whole, silent))
-    return before is not None and now is not None and before.same(now)
+    return same_numbers(whole.values[number].prints, silent.values[number].prints)
