@@ -81,10 +81,27 @@ def is_ours(error: BaseException, rooms: tuple[str, ...] = ()) -> bool:
 
 def caller() -> tuple[str, int, int]:
     """File, line and place in it of the innermost code at work that is neither driftlab's nor torch's."""
-    frame: FrameType | None = sys._getframe(1)
+    frame = _theirs(sys._getframe(1))
+    return (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti) if frame else ("", 0, 0)
+
+
+def callers() -> tuple[tuple[str, int, int], ...]:
+    """File, first line and place of all such code at work that driftlab called, innermost first.
+
+    The same again where it comes by there once more, as in a loop.
+    """
+    frame, found = _theirs(sys._getframe(1)), []
+    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
+        if not frame.f_code.co_filename.startswith(_TORCH):
+            found.append((frame.f_code.co_filename, frame.f_code.co_firstlineno, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(found)
+
+
+def _theirs(frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
         frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti) if frame else ("", 0, 0)
+    return frame
 
 
 def module_at_work(names: Mapping[int, str]) -> str | None:

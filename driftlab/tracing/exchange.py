@@ -4,20 +4,24 @@ An interchange intervention (Geiger et al., Causal Abstractions of Neural Networ
 Vig et al., 2020). Put in where the mistake is, or behind it, the candidate's value makes the candidate's
 results; before it, the reference's. So the first value of the candidate's that does so is what the mistake
 made, whatever it is, and the place is where the reference has its own of it.
+
+What a loop makes, or a module that is called several times, is put in at all times together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, permutations
+from itertools import pairwise, permutations, product
 
 import torch
 from torch import Tensor
 
 from driftlab.arithmetic.difference import distance
 from driftlab.arithmetic.shadow import plain
+from driftlab.blame import callers
 from driftlab.tracing.cone import before_the_loss, reached
 from driftlab.tracing.flow import Flow, Value, writing
 from driftlab.tracing.prints import AGREE, Seen, same_numbers
@@ -33,6 +37,8 @@ DEPTHS = (0, 2, 3, 5, 9, 10**9)
 MORE = 4
 
 Record = Callable[..., Flow]
+# Values of the reference, by their numbers, each beside what is put in its place.
+Change = dict[int, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ def exchanged(mine: Record, theirs: Record, agrees: Callable[[dict[str, Tensor]]
     for shallow, deep in pairwise(DEPTHS):
         for number in others.offered:
             spots = own.takes(others, number, range(shallow, deep))
-            fits = [s for s in spots if trial.fits(s, own.tensors[s], others.tensors[number])]
+            fits = [s for s in spots if any(map(trial.fits, own.changes(s, others, number)))]
             if fits:
                 return own.exchanged(fits, others.flow.values[number].scope)
             if trial.left <= 0:
@@ -84,14 +90,14 @@ class _Trial:
     def __init__(self, mine: Record, agrees: Callable[[dict[str, Tensor]], bool]):
         self._mine, self._agrees, self.left = mine, agrees, RUNS
 
-    def fits(self, spot: int, own: Tensor, other: Tensor) -> bool:
-        return any(self._agrees(self._ends(spot, values)) for values in _laid_out(other, own))
+    def fits(self, change: Change) -> bool:
+        return any(self._agrees(self._ends(values)) for values in _laid_out(change))
 
-    def _ends(self, spot: int, values: Tensor) -> dict[str, Tensor]:
+    def _ends(self, values: Mapping[int, Tensor]) -> dict[str, Tensor]:
         def change(number: int, value: Value, tensor: Tensor) -> None:
-            if number == spot:
+            if number in values:
                 with writing(tensor) as own:
-                    own.copy_(values.reshape(tensor.shape))
+                    own.copy_(values[number].reshape(tensor.shape))
 
         if self.left <= 0:
             return {}
@@ -113,6 +119,8 @@ class _Kept:
     def __init__(self, record: Record):
         self.tensors: dict[int, Tensor] = {}
         self._alike: dict[int, set[int]] = {}
+        self._callers: dict[int, tuple] = {}
+        self._alike_made: defaultdict[tuple, list[int]] = defaultdict(list)
         self._size, self.full = 0, False
         self.flow = record(change=self._keep)
         self.seen = self.flow.seen()
@@ -121,7 +129,9 @@ class _Kept:
         self._size += tensor.numel()
         self.full = self.full or self._size > KEPT
         if not value.given and not self.full and value.prints is not None:
-            self.tensors[number] = plain(tensor).cpu().clone()
+            self.tensors[number] = plain(tensor).cpu().squeeze().clone()
+            self._callers[number] = callers()
+            self._alike_made[value.scope, value.operation, value.place].append(number)
 
     def compare(self, other: Seen) -> None:
         """Which values the other network has, and where those begin that lead to the results without it."""
@@ -167,6 +177,24 @@ class _Kept:
                 if alike == sources == set() or not alike.isdisjoint(sources):
                     yield spot
 
+    def changes(self, spot: int, others: _Kept, number: int) -> Iterator[Change]:
+        """``number`` of the other's in the place of ``spot``: from then on whenever it is made, or once."""
+        tried, axes = [], others.tensors[number].dim()
+        for mine, theirs in product(self._made_again(spot), others._made_again(number)):
+            if (mine, theirs) in tried or len(mine) != len(theirs):
+                continue
+            tried.append((mine, theirs))
+            change = {s: (self.tensors[s], others.tensors[n]) for s, n in zip(mine, theirs, strict=True)}
+            if all(own.numel() == other.numel() and other.dim() == axes for own, other in change.values()):
+                yield change
+
+    def _made_again(self, number: int) -> list[list[int]]:
+        """A value and those after it that the module makes so; at its line; called from there; none."""
+        value, callers = self.flow.values[number], self._callers[number]
+        later = [n for n in self._alike_made[value.scope, value.operation, value.place] if n >= number]
+        line = [n for n in later if self._callers[n][:1] == callers[:1]]
+        return [later, line, [n for n in line if self._callers[n] == callers], [number]]
+
     @cached_property
     def _before(self) -> range:
         return before_the_loss(self.flow)
@@ -201,20 +229,23 @@ def _size(value: Value) -> int:
     return value.prints.whole[0] if value.prints is not None else 0
 
 
-def _laid_out(values: Tensor, like: Tensor) -> Iterator[Tensor]:
-    """As it lies, or with its axes turned: what has its shape first, then the nearest, until it is there."""
-    found, thin = [values], values.squeeze()
-    if thin.dim() <= AXES and values.numel() <= LARGEST:
-        found += [thin.permute(axes) for axes in permutations(range(thin.dim()))]
-    shaped = [(one.squeeze().shape != like.squeeze().shape, one.reshape(like.shape)) for one in found]
-    shaped.sort(key=lambda one: (one[0], distance(like, one[1])))
-    size, given = float(torch.linalg.vector_norm(like)), 0
-    tried: list[Tensor] = []
-    for _, one in shaped:
-        if given == LAYOUTS or any(torch.equal(one, t) for t in tried):
+def _laid_out(change: Change) -> Iterator[dict[int, Tensor]]:
+    """As it lies, or with its axes turned: what has its shape first, then the nearest, until it is there.
+
+    Of several the first tells how, and all are turned so.
+    """
+    like, values = next(iter(change.values()))
+    orders = [tuple(range(values.dim()))]
+    if values.dim() <= AXES and values.numel() <= LARGEST:
+        orders += permutations(range(values.dim()))
+    shaped = [(values.permute(order).shape != like.shape, values.permute(order), order) for order in orders]
+    shaped.sort(key=lambda one: (one[0], distance(like, one[1].reshape(like.shape))))
+    size, tried = float(torch.linalg.vector_norm(like)), []
+    for _, turned, order in shaped:
+        one = turned.reshape(like.shape)
+        if len(tried) == LAYOUTS or any(torch.equal(one, t) for t in tried):
             continue
-        tried.append(one)
         if distance(like, one) <= AGREE * size:  # the same in the same order: nothing changes
             return
-        given += 1
-        yield one
+        tried.append(one)
+        yield {n: other.permute(order).reshape(own.shape) for n, (own, other) in change.items()}

@@ -40,7 +40,8 @@ class Value:
         fed: whether weights or the batch went into it; what is made of constants alone may be held otherwise.
         given: a weight, what is made of weights alone, or the batch: the two have that in common.
         weight: a weight, or what is made of weights alone.
-        part: taken out of a larger tensor as it is.
+        operation: torch's name of what made it, "" of what was given.
+        place: among the results of that.
     """
 
     scope: str
@@ -49,7 +50,13 @@ class Value:
     fed: bool = True
     given: bool = False
     weight: bool = False
-    part: bool = False
+    operation: str = ""
+    place: int = 0
+
+    @property
+    def part(self) -> bool:
+        """Whether it was taken out of a larger tensor as it is."""
+        return self.operation in TAKES_PART
 
 
 # Operations that give some of the numbers that they are given.
@@ -172,18 +179,18 @@ class Recorder(DispatchMode):
         out = func(*args, **kwargs)
         changed = _changed(func, args, kwargs)
         for tensor in changed:
-            number = self._keep(tensor, self._value(inputs, tensor))
+            number = self._keep(tensor, self._value(inputs, tensor, func._opname))
             self._written.setdefault(_memory(tensor), []).append(number)
-        for tensor in tensors_in(out):
+        for place, tensor in enumerate(tensors_in(out)):
             if not any(tensor is c for c in changed):
-                self._keep(tensor, self._value(inputs, tensor, part=func._opname in TAKES_PART))
+                self._keep(tensor, self._value(inputs, tensor, func._opname, place))
         return out
 
-    def _value(self, inputs: tuple[int, ...], tensor: Tensor, part: bool = False) -> Value:
+    def _value(self, inputs: tuple[int, ...], tensor: Tensor, operation: str = "", place: int = 0) -> Value:
         fed = any(self.flow.values[i].fed for i in inputs)
         weight = bool(inputs) and self._weights.issuperset(inputs)
         seen = self._prints(tensor)
-        return Value(self._scopes.now, inputs, seen, fed, given=weight, weight=weight, part=part)
+        return Value(self._scopes.now, inputs, seen, fed, weight, weight, operation, place)
 
     def _keep(self, tensor: Tensor, value: Value) -> int:
         number = self.flow.add(value)

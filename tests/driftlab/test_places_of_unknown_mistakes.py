@@ -75,13 +75,68 @@ class TimeFirst(nn.Module):
         return self.linear("head", x.mean(0))
 
 
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kept, self.new = nn.Linear(WIDTH, WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x, state):
+        share = torch.sigmoid(self.kept(state))
+        return share * state + (1 - share) * torch.tanh(self.new(torch.cat([x, state], -1)))
+
+
+class Recurrent(nn.Module):
+    """[N, T, C] -> [N, 3]: one cell is called at each time, and its norm each time for what comes and is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.cell, self.head = nn.LayerNorm(WIDTH), Cell(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        state = x[:, 0]
+        for time in range(1, TOKENS):
+            state = self.cell(self.norm(x[:, time]), self.norm(state))
+        return self.head(state)
+
+
+class RecurrentTimeFirst(nn.Module):
+    """The same of weights without modules, [C, N] inside."""
+
+    def __init__(self, old, fault=""):
+        super().__init__()
+        self.fault = fault
+        for name, parameter in old.named_parameters():
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(parameter.detach().clone()))
+
+    def norm(self, x):
+        spread, mean = torch.var_mean(x, 0, correction=0, keepdim=True)
+        x = (x - mean) * (spread + 1e-5).rsqrt() * self.norm_weight[:, None] + self.norm_bias[:, None]
+        return x + 0.1 * torch.sin(3 * x) if self.fault == "wave in the norm" else x
+
+    def forward(self, x):
+        first, *others = x.permute(1, 2, 0)
+        state = first
+        for now in others:
+            now, state = self.norm(now), self.norm(state)
+            share = torch.sigmoid(self.cell_kept_weight @ state + self.cell_kept_bias[:, None])
+            if self.fault == "squares in the share":
+                share = share * share / (share * share).mean(0)
+            new = self.cell_new_weight @ torch.cat([now, state]) + self.cell_new_bias[:, None]
+            new = torch.tanh(new)
+            if self.fault == "shuffled":
+                new = new[SHUFFLED]
+            state = state + (1 - share) * (new - state)
+        return F.linear(state.T, self.head_weight, self.head_bias)
+
+
 def batches():
     torch.manual_seed(1)
     return [(torch.randn(8, TOKENS, WIDTH), torch.randint(3, (8,))) for _ in range(2)]
 
 
-def judged(fault):
-    return diagnose(Net(), lambda old: TimeFirst(old, fault), batches(), loss=F.cross_entropy, steps=2)
+def judged(fault, network=Net, port=TimeFirst):
+    return diagnose(network(), lambda old: port(old, fault), batches(), loss=F.cross_entropy, steps=2)
 
 
 @pytest.mark.parametrize(
@@ -98,5 +153,20 @@ def test_the_module_is_named(fault, module):
     assert (found.where.module, found.where.pass_) == (module, "forward")
 
 
-def test_without_a_fault_they_are_the_same():
-    assert judged("").verdict is Verdict.ROUND_OFF
+@pytest.mark.parametrize(
+    ("fault", "module"),
+    [
+        ("wave in the norm", ""),  # it is done to a result of torch's layer, which the network calls
+        ("squares in the share", "cell"),
+        ("shuffled", "cell"),
+    ],
+)
+def test_so_it_is_where_it_is_made_at_each_time_of_a_loop(fault, module):
+    found = judged(fault, Recurrent, RecurrentTimeFirst)
+    assert found.verdict is Verdict.BUG
+    assert (found.where.module, found.where.pass_) == (module, "forward")
+
+
+@pytest.mark.parametrize(("network", "port"), [(Net, TimeFirst), (Recurrent, RecurrentTimeFirst)])
+def test_without_a_fault_they_are_the_same(network, port):
+    assert judged("", network, port).verdict is Verdict.ROUND_OFF
