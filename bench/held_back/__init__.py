@@ -7,5 +7,6 @@ shown was mended. Nine labels were widened when they had been judged: a right pa
 ``sixth_*``, four networks in flat code, was judged when modules had learnt to be silenced; ``seventh_*``,
 five more, when one change of the reference had learnt to tell the place; ``eighth_*``, four more, when such
 changes had learnt of other orders and of weights; ``ninth_*``, six more, each ported twice: as a tree of
-other modules, and as flat code.
+other modules, and as flat code; ``tenth_*``, six more of that kind, when values of the candidate's had learnt
+to stand in for the reference's.
 """

@@ -18,7 +18,7 @@ from driftlab.mistakes.stopped import Stop, stopped
 from driftlab.network.pair import Pair
 from driftlab.probes.examination import Examination
 from driftlab.tracing.exchange import Exchanged, exchanged
-from driftlab.tracing.parting import FORWARD, again, flow_of
+from driftlab.tracing.parting import FORWARD, Again, flow_of
 
 # A forward pass that is off by so little beside the gradients does not make these wrong.
 BESIDE = 1e-6
@@ -60,7 +60,7 @@ def counterfactual(found: Examination, difference: Difference, place: str) -> Mu
         if fit:
             return next((m for m in fit if m.scope == place), fit[0])
     with unless_ours():
-        mine, theirs = (again(network, *about) for network in (pair.reference, pair.candidate))
+        mine, theirs = (Again(network, *about) for network in (pair.reference, pair.candidate))
         return exchanged(mine, theirs, partial(are_theirs, cases))
     return None
 

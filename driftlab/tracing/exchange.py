@@ -5,39 +5,37 @@ Vig et al., 2020). Put in where the mistake is, or behind it, the candidate's va
 results; before it, the reference's. So the first value of the candidate's that does so is what the mistake
 made, whatever it is, and the place is where the reference has its own of it.
 
-What a loop makes, or a module that is called several times, is put in at all times together.
+Which value stands for which nobody says. A mistake leaves most of a value as it is, so those are tried first
+that are each other's nearest. What a loop makes, or a module that is called several times, is put in whenever
+it is made.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise, permutations, product
 
 import torch
 from torch import Tensor
 
 from driftlab.arithmetic.difference import distance
-from driftlab.arithmetic.shadow import plain
-from driftlab.blame import callers
-from driftlab.tracing.cone import before_the_loss, reached
-from driftlab.tracing.flow import Flow, Value, writing
-from driftlab.tracing.prints import AGREE, Seen, same_numbers
+from driftlab.tracing.kept import Kept
+from driftlab.tracing.parting import Again
+from driftlab.tracing.prints import AGREE
 
-# Runs of the reference at most, and numbers that are kept of either network.
-RUNS, KEPT = 150, 2e7
+# Runs of the reference at most, fewer of one that makes many numbers.
+RUNS, NUMBERS = 400, 2e9
 # A value is put in as it lies, or with its axes turned, in so many of the ways that come nearest.
 LAYOUTS, AXES, LARGEST = 2, 4, 2**18
-
 # So many operations lie between a value and what both networks have: those nearest to that are tried first.
 DEPTHS = (0, 2, 3, 5, 9, 10**9)
-# And so many may be done besides to a value that both have.
-MORE = 4
 
-Record = Callable[..., Flow]
-# Values of the reference, by their numbers, each beside what is put in its place.
+# A value of the candidate's and one of the reference's that it may stand for.
+Pair = tuple[int, int]
+# Values of the reference, each beside what is put in its place.
 Change = dict[int, tuple[Tensor, Tensor]]
 
 
@@ -45,7 +43,7 @@ Change = dict[int, tuple[Tensor, Tensor]]
 class Exchanged:
     """Attributes:
     scope: the module that makes the reference's value.
-    scopes: all that make something between what both have and that value.
+    scopes: all that make something between what both have and that value, and for it alone.
     candidate_scope: the module that makes the candidate's.
     besides: whether the candidate comes by the reference's value, and something is done to it besides.
     """
@@ -56,177 +54,114 @@ class Exchanged:
     besides: bool
 
 
-def exchanged(mine: Record, theirs: Record, agrees: Callable[[dict[str, Tensor]], bool]) -> Exchanged | None:
+def exchanged(mine: Again, theirs: Again, agrees: Callable[[dict[str, Tensor]], bool]) -> Exchanged | None:
     """The first value of the candidate's that makes its results of the reference's; None where none does.
 
     Args:
-        mine, theirs: record the flow of reference and candidate; ``change`` as of ``Recorder``.
+        mine, theirs: run reference and candidate.
         agrees: whether results, by the reference's names, are the candidate's.
     """
-    own, others = _Kept(mine), _Kept(theirs)
+    own, others = Kept(mine), Kept(theirs)
     if own.full or others.full:
         return None
     own.compare(others.seen)
     others.compare(own.seen)
-    trial = _Trial(mine, agrees)
-    for shallow, deep in pairwise(DEPTHS):
-        for number in others.offered:
-            spots = own.takes(others, number, range(shallow, deep))
-            fits = [s for s in spots if any(map(trial.fits, own.changes(s, others, number)))]
-            if fits:
-                return own.exchanged(fits, others.flow.values[number].scope)
+    trial = _Trial(mine, own, others, agrees)
+    pairs = [(number, spot) for number in others.offered for spot in own.takes(others, number)]
+    for some in (_nearest(pairs, own, others), *_by_depth(pairs, own)):
+        for number, spot in some:
+            if fit := trial.fit((number, spot)):
+                also = [s for n, s in some if n == number and s != spot]
+                fits = {spot: fit} | {s: f for s in also if (f := trial.fit((number, s)))}
+                return _found(own, fits, others.flow.values[number].scope)
             if trial.left <= 0:
                 return None
     return None
 
 
+def _nearest(pairs: Iterable[Pair], own: Kept, others: Kept) -> list[Pair]:
+    """Those of which each is the nearest to the other, by the way from what both networks have; no copies."""
+    sizes = {n: AGREE * float(torch.linalg.vector_norm(tensor)) for n, tensor in own.tensors.items()}
+    apart = {p: far for p, far in _apart(pairs, own, others) if far > sizes[p[1]]}  # or nothing changes
+    least: dict[tuple[int, int], float] = {}
+    for pair, far in apart.items():
+        for side in enumerate(pair):
+            least[side] = min(far, least.get(side, far))
+    found = [p for p, far in apart.items() if all(far <= least[side] * (1 + AGREE) for side in enumerate(p))]
+    found.sort(key=lambda p: own.tensors[p[1]].shape != others.tensors[p[0]].shape)
+    first: dict[Pair, Pair] = {}
+    for number, spot in found:
+        first.setdefault((others.original[number], own.original[spot]), (number, spot))
+    return sorted(first.values(), key=lambda pair: (own.depth[pair[1]], others.depth[pair[0]]))
+
+
+def _apart(pairs: Iterable[Pair], own: Kept, others: Kept) -> Iterator[tuple[Pair, float]]:
+    """How far the two are apart, with their axes in the order that brings them nearest."""
+    alike = defaultdict(list)
+    for number, spot in pairs:
+        alike[number, own.tensors[spot].shape].append(spot)
+    for (number, _), spots in alike.items():
+        values, other = torch.stack([own.tensors[s] for s in spots]), others.tensors[number]
+        found = torch.full((len(spots),), math.inf, dtype=values.dtype)
+        for order in _orders(values[0], other):
+            turned = other.permute(order).reshape(values[0].shape)
+            differences = torch.where(values == turned, 0.0, values - turned).flatten(1)
+            found = torch.minimum(found, torch.linalg.vector_norm(differences, dim=1).nan_to_num(math.inf))
+        yield from zip(((number, spot) for spot in spots), found.tolist(), strict=True)
+
+
+def _by_depth(pairs: Iterable[Pair], own: Kept) -> Iterator[list[Pair]]:
+    for shallow, deep in pairwise(DEPTHS):
+        yield [pair for pair in pairs if shallow <= own.depth[pair[1]] < deep]
+
+
+def _found(own: Kept, fits: Mapping[int, Change], candidate_scope: str) -> Exchanged:
+    """Of several, that of the last that is no copy: what was made may pass through others unchanged."""
+    spot = max([n for n in fits if own.original[n] not in fits or own.original[n] == n] or fits)
+    scope, scopes = own.flow.values[spot].scope, own.scopes_before(spot, fits[spot])
+    return Exchanged(scope, scopes, candidate_scope, own.shared[spot])
+
+
 class _Trial:
-    """Runs of the reference with a value put in.
+    """Runs of the reference with values put in.
 
     Attributes:
         left: how many there still may be.
     """
 
-    def __init__(self, mine: Record, agrees: Callable[[dict[str, Tensor]], bool]):
-        self._mine, self._agrees, self.left = mine, agrees, RUNS
+    def __init__(self, mine: Again, own: Kept, others: Kept, agrees: Callable[[dict[str, Tensor]], bool]):
+        self._mine, self._own, self._others, self._agrees = mine, own, others, agrees
+        self._tried: dict[Pair, Change | None] = {}
+        self.left = min(RUNS, NUMBERS / max(1, own.size))
 
-    def fits(self, change: Change) -> bool:
-        return any(self._agrees(self._ends(values)) for values in _laid_out(change))
+    def fit(self, pair: Pair) -> Change | None:
+        if pair not in self._tried:
+            changes = (c for c in self._changes(*pair) if any(map(self._gives_theirs, _laid_out(c))))
+            self._tried[pair] = next(changes, None)
+        return self._tried[pair]
 
-    def _ends(self, values: Mapping[int, Tensor]) -> dict[str, Tensor]:
-        def change(number: int, value: Value, tensor: Tensor) -> None:
-            if number in values:
-                with writing(tensor) as own:
-                    own.copy_(values[number].reshape(tensor.shape))
-
-        if self.left <= 0:
-            return {}
-        self.left -= 1
-        try:
-            return self._mine(change=change, known=True).ends
-        except Exception:  # it does not run so, wherever that shows
-            return {}
-
-
-class _Kept:
-    """A flow with the numbers of its values.
-
-    Attributes:
-        full: whether there were too many to be kept.
-        offered: what may have been made by a mistake, in its order; once it was compared.
-    """
-
-    def __init__(self, record: Record):
-        self.tensors: dict[int, Tensor] = {}
-        self._alike: dict[int, set[int]] = {}
-        self._callers: dict[int, tuple] = {}
-        self._alike_made: defaultdict[tuple, list[int]] = defaultdict(list)
-        self._size, self.full = 0, False
-        self.flow = record(change=self._keep)
-        self.seen = self.flow.seen()
-
-    def _keep(self, number: int, value: Value, tensor: Tensor) -> None:
-        self._size += tensor.numel()
-        self.full = self.full or self._size > KEPT
-        if not value.given and not self.full and value.prints is not None:
-            self.tensors[number] = plain(tensor).cpu().squeeze().clone()
-            self._callers[number] = callers()
-            self._alike_made[value.scope, value.operation, value.place].append(number)
-
-    def compare(self, other: Seen) -> None:
-        """Which values the other network has, and where those begin that lead to the results without it."""
-        self._other, values = other, self.flow.values
-        self._shared = [v.prints is not None and other.has(v.prints) for v in values]
-        self._made_of: list[set[int]] = []  # of each, the last ones before it that both have
-        self._depth: list[int] = []
-        for number, value in enumerate(values):
-            made_of: set[int] = {number} if self._shared[number] else set()
-            read = [i for i in value.inputs if not values[i].weight]
-            if not made_of:
-                made_of = set().union(*(self._made_of[i] for i in read))
-            self._made_of.append(made_of)
-            deeper = 1 + max((self._depth[i] for i in read), default=0)
-            self._depth.append(0 if self._shared[number] else deeper)
-        cone = reached((n for n in self.flow.results.values() if not self._shared[n]), self._lacked)
-        begun = (i for n in cone for i in values[n].inputs if self._shared[i])
-        edge = reached(begun, self._gives_its_order)  # which nobody sees in the prints
-        self.offered = [n for n in sorted(cone | edge) if n in self.tensors and values[n].prints.telling]
-
-    def _lacked(self, number: int) -> list[int]:
-        """What a value is made of that the other network has not."""
-        return [i for i in self.flow.values[number].inputs if not self._shared[i]]
-
-    def _gives_its_order(self, number: int) -> list[int]:
-        """What a value is joined of, or the one that it was made of number by number."""
-        values = self.flow.values
-        read = [i for i in values[number].inputs if self._shared[i]]
-        size, sizes = _size(values[number]), [_size(values[i]) for i in read]
-        if sum(sizes) == size and len(read) == len(values[number].inputs):
-            return read
-        alike = [i for i, own in zip(read, sizes, strict=True) if own == size]
-        return alike if len(alike) == 1 else []
-
-    def takes(self, others: _Kept, number: int, depths: range) -> Iterator[int]:
-        """The values that ``number`` of the other's may stand for: of its size, and made of the same."""
-        size, sources, before = others.tensors[number].numel(), others._made_of[number], self._before
-        for spot in self.offered:
-            if self._shared[spot] and others._depth[number] > MORE:
-                continue
-            if spot in before and self._depth[spot] in depths and self.tensors[spot].numel() == size:
-                alike = self._made_of_theirs(spot)
-                if alike == sources == set() or not alike.isdisjoint(sources):
-                    yield spot
-
-    def changes(self, spot: int, others: _Kept, number: int) -> Iterator[Change]:
-        """``number`` of the other's in the place of ``spot``: from then on whenever it is made, or once."""
-        tried, axes = [], others.tensors[number].dim()
-        for mine, theirs in product(self._made_again(spot), others._made_again(number)):
+    def _changes(self, number: int, spot: int) -> Iterator[Change]:
+        """From then on whenever it is made, or once."""
+        own, others, tried = self._own.tensors, self._others.tensors, []
+        for mine, theirs in product(self._own.made_again(spot), self._others.made_again(number)):
             if (mine, theirs) in tried or len(mine) != len(theirs):
                 continue
             tried.append((mine, theirs))
-            change = {s: (self.tensors[s], others.tensors[n]) for s, n in zip(mine, theirs, strict=True)}
-            if all(own.numel() == other.numel() and other.dim() == axes for own, other in change.values()):
+            change = {s: (own[s], others[n]) for s, n in zip(mine, theirs, strict=True)}
+            axes = others[number].dim()
+            if all(one.numel() == other.numel() and other.dim() == axes for one, other in change.values()):
                 yield change
 
-    def _made_again(self, number: int) -> list[list[int]]:
-        """A value and those after it that the module makes so; at its line; called from there; none."""
-        value, callers = self.flow.values[number], self._callers[number]
-        later = [n for n in self._alike_made[value.scope, value.operation, value.place] if n >= number]
-        line = [n for n in later if self._callers[n][:1] == callers[:1]]
-        return [later, line, [n for n in line if self._callers[n] == callers], [number]]
-
-    @cached_property
-    def _before(self) -> range:
-        return before_the_loss(self.flow)
-
-    def _made_of_theirs(self, number: int) -> set[int]:
-        """The other's values that look like those that it is made of."""
-        if number not in self._alike:
-            self._alike[number] = {found for n in self._made_of[number] for found in self._theirs(n)}
-        return self._alike[number]
-
-    def _theirs(self, number: int) -> list[int]:
-        """The other's values that look like one of its own; where none does, like its slices."""
-        found = self.flow.values[number].prints
-        if found is None:
-            return []
-        slices = (p for axis in found.slices for p in axis)
-        return self._other.find(found.whole) or [n for p in slices for n in self._other.find(p)]
-
-    def exchanged(self, fits: list[int], candidate_scope: str) -> Exchanged:
-        """Of several, that of the last that is no copy: what was made may pass through others unchanged."""
-        own, values = [n for n in fits if not self._copies(n, set(fits))], self.flow.values
-        spot = max(own or fits)
-        scopes = frozenset(values[n].scope for n in reached([spot], self._lacked))
-        return Exchanged(values[spot].scope, scopes, candidate_scope, self._shared[spot])
-
-    def _copies(self, number: int, among: Iterable[int]) -> bool:
-        values, read = self.flow.values, self.flow.values[number].inputs
-        return any(same_numbers(values[number].prints, values[i].prints) for i in read if i in among)
-
-
-def _size(value: Value) -> int:
-    return value.prints.whole[0] if value.prints is not None else 0
+    def _gives_theirs(self, values: Mapping[int, Tensor]) -> bool:
+        if self.left <= 0:
+            return False
+        self.left -= 1
+        made_by = {number: self._own.flow.values[number].made_by for number in values}
+        try:
+            ends = self._mine.results({(made_by[n][0], made_by[n][2]): t for n, t in values.items()})
+        except Exception:  # it does not run so, wherever that shows
+            return False
+        return self._agrees(ends)
 
 
 def _laid_out(change: Change) -> Iterator[dict[int, Tensor]]:
@@ -235,17 +170,23 @@ def _laid_out(change: Change) -> Iterator[dict[int, Tensor]]:
     Of several the first tells how, and all are turned so.
     """
     like, values = next(iter(change.values()))
-    orders = [tuple(range(values.dim()))]
-    if values.dim() <= AXES and values.numel() <= LARGEST:
-        orders += permutations(range(values.dim()))
-    shaped = [(values.permute(order).shape != like.shape, values.permute(order), order) for order in orders]
-    shaped.sort(key=lambda one: (one[0], distance(like, one[1].reshape(like.shape))))
+    shaped = [(values.permute(order).reshape(like.shape), order) for order in _orders(like, values)]
+    shaped.sort(key=lambda one: distance(like, one[0]))
     size, tried = float(torch.linalg.vector_norm(like)), []
-    for _, turned, order in shaped:
-        one = turned.reshape(like.shape)
+    for one, order in shaped:
         if len(tried) == LAYOUTS or any(torch.equal(one, t) for t in tried):
             continue
         if distance(like, one) <= AGREE * size:  # the same in the same order: nothing changes
             return
         tried.append(one)
         yield {n: other.permute(order).reshape(own.shape) for n, (own, other) in change.items()}
+
+
+def _orders(like: Tensor, values: Tensor) -> list[tuple[int, ...]]:
+    """How its axes may lie: as they do, and turned so that it has the shape, if it can have it."""
+    as_it_lies = tuple(range(values.dim()))
+    if values.dim() > AXES or values.numel() > LARGEST:
+        return [as_it_lies]
+    orders = list(permutations(as_it_lies))
+    shaped = [order for order in orders if [values.shape[a] for a in order] == list(like.shape)]
+    return [as_it_lies, *(shaped or orders)]

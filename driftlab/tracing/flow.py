@@ -28,6 +28,8 @@ from driftlab.network.compiled import DispatchMode
 from driftlab.network.modules import common
 from driftlab.tracing.prints import Prints, Seen, prints
 
+Made = tuple[int, str, int]
+
 
 @dataclass(frozen=True)
 class Value:
@@ -40,8 +42,7 @@ class Value:
         fed: whether weights or the batch went into it; what is made of constants alone may be held otherwise.
         given: a weight, what is made of weights alone, or the batch: the two have that in common.
         weight: a weight, or what is made of weights alone.
-        operation: torch's name of what made it, "" of what was given.
-        place: among the results of that.
+        made_by: the number of the operation, torch's name of it, and the place among its results.
     """
 
     scope: str
@@ -50,13 +51,12 @@ class Value:
     fed: bool = True
     given: bool = False
     weight: bool = False
-    operation: str = ""
-    place: int = 0
+    made_by: Made = (0, "", 0)
 
     @property
     def part(self) -> bool:
         """Whether it was taken out of a larger tensor as it is."""
-        return self.operation in TAKES_PART
+        return self.made_by[1] in TAKES_PART
 
 
 # Operations that give some of the numbers that they are given.
@@ -141,18 +141,11 @@ class Recorder(DispatchMode):
 
     Args:
         change: of a value by its number, once it was made: it may look at it, or write into it.
-        known: whether all is known but for what ``change`` does, so that no prints are taken.
     """
 
-    def __init__(
-        self,
-        scopes: Scopes,
-        change: Callable[[int, Value, Tensor], None] | None = None,
-        known: bool = False,
-    ):
+    def __init__(self, scopes: Scopes, change: Callable[[int, Value, Tensor], None] | None = None):
         super().__init__()
-        self.flow, self._scopes, self._change = Flow(), scopes, change
-        self._prints = _no_prints if known else prints
+        self.flow, self._scopes, self._change, self._operations = Flow(), scopes, change, 0
         self._made: dict[int, tuple[weakref.ref, int]] = {}
         self._weights: set[int] = set()
         self._written: dict[int, list[int]] = {}  # by the memory that was written into
@@ -160,14 +153,14 @@ class Recorder(DispatchMode):
     def given(self, weights: Iterable[Tensor], batch: Iterable[Tensor]) -> None:
         for tensor, weight in (*((w, True) for w in weights), *((b, False) for b in batch)):
             fed = tensor.is_floating_point()
-            self._keep(tensor, Value("", prints=self._prints(tensor), fed=fed, given=True, weight=weight))
+            self._keep(tensor, Value("", prints=prints(tensor), fed=fed, given=True, weight=weight))
         self._weights = {self.number(tensor) for tensor in weights}
 
     def number(self, tensor: Tensor) -> int:
         """Of the value that a tensor holds now."""
         ref, number = self._made.get(id(tensor), (None, None))
         if ref is None or ref() is not tensor:  # a constant, from outside of what is seen
-            number = self._keep(tensor, Value("", prints=self._prints(tensor), fed=False, given=True))
+            number = self._keep(tensor, Value("", prints=prints(tensor), fed=False, given=True))
         later = [w for w in self._written.get(_memory(tensor), ()) if w > number]
         return self._keep(tensor, self._value((number, *later), tensor)) if later else number
 
@@ -177,20 +170,19 @@ class Recorder(DispatchMode):
         # what is only as large as another tensor is not made of its values
         inputs = () if _is_new(func) else tuple(dict.fromkeys(self.number(t) for t in read))
         out = func(*args, **kwargs)
+        self._operations += 1
         changed = _changed(func, args, kwargs)
-        for tensor in changed:
-            number = self._keep(tensor, self._value(inputs, tensor, func._opname))
-            self._written.setdefault(_memory(tensor), []).append(number)
-        for place, tensor in enumerate(tensors_in(out)):
-            if not any(tensor is c for c in changed):
-                self._keep(tensor, self._value(inputs, tensor, func._opname, place))
+        for place, tensor in enumerate(_results(changed, out)):
+            number = self._keep(tensor, self._value(inputs, tensor, (self._operations, func._opname, place)))
+            if place < len(changed):
+                self._written.setdefault(_memory(tensor), []).append(number)
         return out
 
-    def _value(self, inputs: tuple[int, ...], tensor: Tensor, operation: str = "", place: int = 0) -> Value:
+    def _value(self, inputs: tuple[int, ...], tensor: Tensor, made_by: Made = (0, "", 0)) -> Value:
         fed = any(self.flow.values[i].fed for i in inputs)
         weight = bool(inputs) and self._weights.issuperset(inputs)
-        seen = self._prints(tensor)
-        return Value(self._scopes.now, inputs, seen, fed, weight, weight, operation, place)
+        seen = prints(tensor)
+        return Value(self._scopes.now, inputs, seen, fed, weight, weight, made_by)
 
     def _keep(self, tensor: Tensor, value: Value) -> int:
         number = self.flow.add(value)
@@ -202,8 +194,23 @@ class Recorder(DispatchMode):
         return number
 
 
-def _no_prints(tensor: Tensor) -> Prints | None:
-    return None
+class Rewriter(DispatchMode):
+    """Operations give other values, each by its number and the place among its results, as in ``Value``."""
+
+    def __init__(self, values: Mapping[tuple[int, int], Tensor]):
+        super().__init__()
+        self._values, self._operations, self._at = values, 0, {number for number, _ in values}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._operations += 1
+        if self._operations in self._at:
+            for place, tensor in enumerate(_results(_changed(func, args, kwargs), out)):
+                if (values := self._values.get((self._operations, place))) is not None:
+                    with writing(tensor) as own:
+                        own.copy_(values.reshape(tensor.shape))
+        return out
 
 
 def _memory(tensor: Tensor) -> int:
@@ -243,6 +250,11 @@ def _changed(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
             given = args[number] if number < len(args) else kwargs.get(argument.name)
             found += tensors_in(given)
     return found
+
+
+def _results(changed: list[Tensor], out: object) -> list[Tensor]:
+    """What an operation wrote into, and what it made."""
+    return changed + [t for t in tensors_in(out) if not any(t is c for c in changed)]
 
 
 Gradients = tuple[list[Prints | None], list[Prints | None]]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ from driftlab.fold import Fold
 from driftlab.network.calling import evaluation_mode, named_leaves, seed_random_layers, tensors_in
 from driftlab.rounding import UNIT_ROUND_OFF
 from driftlab.tracing.cone import Cone
-from driftlab.tracing.flow import Flow, Recorder, Scopes, Steps
+from driftlab.tracing.flow import Flow, Recorder, Rewriter, Scopes, Steps, Value
 from driftlab.tracing.prints import AGREE
 from driftlab.tracing.silencing import Silencing
 
@@ -139,10 +139,23 @@ def flow_of(
     return _flow_in(twin, whole, arithmetic, pass_, seed, nudge, **watched)
 
 
-def again(network: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int) -> Callable[..., Flow]:
-    """Records the flow of one copy again and again; it is given what ``Recorder`` is."""
-    twin = Anew(_ready(network, whole, arithmetic, pass_, seed))
-    return lambda **watched: _flow_in(twin.begun(), whole, arithmetic, pass_, seed, **watched)
+class Again:
+    """One network's forward pass again and again, which finds it each time as it was at first.
+
+    Args:
+        pass_: "forward" or "eval".
+    """
+
+    def __init__(self, network: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int):
+        self._twin = Anew(_ready(network, whole, arithmetic, pass_, seed))
+        self._about = whole, arithmetic, pass_, seed
+
+    def flow(self, change: Callable[[int, Value, Tensor], None]) -> Flow:
+        return _flow_in(self._twin.begun(), *self._about, change=change)
+
+    def results(self, values: Mapping[tuple[int, int], Tensor]) -> dict[str, Tensor]:
+        """As ``results_of``, with ``values`` in the place of its own, as of ``Rewriter``."""
+        return results_of(self._twin.begun(), *self._about, within=Rewriter(values))
 
 
 def _ready(network: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int) -> nn.Module:
@@ -173,16 +186,25 @@ def _flow_in(
         return _backward(twin, whole, given, arithmetic, dict(twin.named_parameters()) | inputs)
 
 
-def results_of(twin: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int) -> dict[str, Tensor]:
+def results_of(
+    twin: nn.Module,
+    whole: Recorded,
+    arithmetic: str,
+    pass_: str,
+    seed: int,
+    within: AbstractContextManager | None = None,
+) -> dict[str, Tensor]:
     """Of the forward pass alone, float64: the outputs by their names, and the loss in training.
 
     Args:
         twin: made by ``in_arithmetic``.
+        within: where it runs.
     """
     with computing(arithmetic):
         given = own_inputs(whole, arithmetic)
         seed_random_layers(seed)
-        ends = _ends(twin, whole, given, arithmetic, pass_ == "eval")
+        with within or nullcontext():
+            ends = _ends(twin, whole, given, arithmetic, pass_ == "eval")
     return {name: plain(tensor).cpu() for name, tensor in ends.items()}
 
 

@@ -1,0 +1,140 @@
+"""The values of one network with their numbers, beside another: which that lacks, and which may be which."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from functools import cached_property
+
+from torch import Tensor
+
+from driftlab.arithmetic.shadow import plain
+from driftlab.blame import callers
+from driftlab.tracing.cone import before_the_loss, reached
+from driftlab.tracing.flow import Value
+from driftlab.tracing.parting import Again
+from driftlab.tracing.prints import Seen, same_numbers
+
+# Numbers that are kept at most.
+LARGEST = 2e7
+# So many operations may be done besides to a value that both have.
+MORE = 4
+
+
+class Kept:
+    """A flow with the numbers of its values.
+
+    Attributes:
+        full: whether there were too many to be kept.
+        size: how many there are.
+        tensors: by the number of the value, without axes of one.
+
+    Once it was compared:
+
+    Attributes:
+        shared: of each value, whether both have it.
+        depth: how many operations lie between a value and what both have.
+        offered: what may have been made by a mistake, in its order.
+        original: the first value with the numbers of each, of which it is a copy, perhaps turned.
+    """
+
+    def __init__(self, network: Again):
+        self.tensors: dict[int, Tensor] = {}
+        self._alike: dict[int, set[int]] = {}
+        self._callers: dict[int, tuple] = {}
+        self._made: defaultdict[tuple, list[int]] = defaultdict(list)
+        self.size, self.full = 0, False
+        self.flow = network.flow(self._keep)
+        self.seen = self.flow.seen()
+
+    def _keep(self, number: int, value: Value, tensor: Tensor) -> None:
+        self.size += tensor.numel()
+        self.full = self.full or self.size > LARGEST
+        if value.made_by[0] and not value.given and not self.full and value.prints is not None:
+            self.tensors[number] = plain(tensor).cpu().squeeze().clone()
+            self._callers[number] = callers()
+            self._made[value.scope, *value.made_by[1:]].append(number)
+
+    def compare(self, other: Seen) -> None:
+        """Which values the other network has, and where those begin that lead to the results without it."""
+        self._other, values = other, self.flow.values
+        self.shared = [v.prints is not None and other.has(v.prints) for v in values]
+        self._made_of: list[set[int]] = []  # of each, the last ones before it that both have
+        self.depth: list[int] = []
+        self.original: list[int] = []
+        for number, value in enumerate(values):
+            made_of: set[int] = {number} if self.shared[number] else set()
+            read = [i for i in value.inputs if not values[i].weight]
+            if not made_of:
+                made_of = set().union(*(self._made_of[i] for i in read))
+            self._made_of.append(made_of)
+            copied = (i for i in read if same_numbers(value.prints, values[i].prints))
+            self.original.append(self.original[i] if (i := next(copied, None)) is not None else number)
+            deeper = 1 + max((self.depth[i] for i in read), default=0)
+            self.depth.append(0 if self.shared[number] else deeper)
+        cone = reached((n for n in self.flow.results.values() if not self.shared[n]), self.lacked)
+        begun = (i for n in cone for i in values[n].inputs if self.shared[i])
+        edge = reached(begun, self._gives_its_order)  # which nobody sees in the prints
+        self.offered = [n for n in sorted(cone | edge) if n in self.tensors and values[n].prints.telling]
+
+    def lacked(self, number: int) -> list[int]:
+        """What a value is made of that the other network has not."""
+        return [i for i in self.flow.values[number].inputs if not self.shared[i]]
+
+    def _gives_its_order(self, number: int) -> list[int]:
+        """What a value is joined of, or the one that it was made of number by number."""
+        values = self.flow.values
+        read = [i for i in values[number].inputs if self.shared[i]]
+        size, sizes = _size(values[number]), [_size(values[i]) for i in read]
+        if sum(sizes) == size and len(read) == len(values[number].inputs):
+            return read
+        alike = [i for i, own in zip(read, sizes, strict=True) if own == size]
+        return alike if len(alike) == 1 else []
+
+    def takes(self, others: Kept, number: int) -> Iterator[int]:
+        """The values that ``number`` of the other's may stand for: of its size, and made of the same."""
+        size, sources = others.tensors[number].numel(), others._made_of[number]
+        for spot in self._before_the_loss:
+            if self.shared[spot] and others.depth[number] > MORE:
+                continue
+            if self.tensors[spot].numel() == size:
+                alike = self._made_of_theirs(spot)
+                if alike == sources == set() or not alike.isdisjoint(sources):
+                    yield spot
+
+    @cached_property
+    def _before_the_loss(self) -> list[int]:
+        before = before_the_loss(self.flow)
+        return [n for n in self.offered if n in before]
+
+    def _made_of_theirs(self, number: int) -> set[int]:
+        """The other's values that look like those that it is made of."""
+        if number not in self._alike:
+            self._alike[number] = {found for n in self._made_of[number] for found in self._theirs(n)}
+        return self._alike[number]
+
+    def _theirs(self, number: int) -> list[int]:
+        """The other's values that look like one of its own; where none does, like its slices."""
+        found = self.flow.values[number].prints
+        if found is None:
+            return []
+        slices = (p for axis in found.slices for p in axis)
+        return self._other.find(found.whole) or [n for p in slices for n in self._other.find(p)]
+
+    def made_again(self, number: int) -> list[list[int]]:
+        """A value and those after it that the module makes so; at its line; called from there; none."""
+        value, callers = self.flow.values[number], self._callers[number]
+        later = [n for n in self._made[value.scope, *value.made_by[1:]] if n >= number]
+        line = [n for n in later if self._callers[n][:1] == callers[:1]]
+        return [later, line, [n for n in line if self._callers[n] == callers], [number]]
+
+    def scopes_before(self, number: int, others: Collection[int]) -> frozenset[str]:
+        """The modules that make what both have not and what goes nowhere but into a value, or ``others``."""
+        values = self.flow.values
+        ends = set(self.flow.results.values()).difference(others)
+        past = reached(ends, lambda n: [i for i in values[n].inputs if i not in others])
+        return frozenset(values[n].scope for n in reached([number], self.lacked) - past)
+
+
+def _size(value: Value) -> int:
+    return value.prints.whole[0] if value.prints is not None else 0
