@@ -9,7 +9,7 @@ the changed call stands is where the mistake is, in whatever form the candidate 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,23 +40,29 @@ UNSIGNED_RUNS, UNSIGNED_CALLS = 800, 60_000
 Results = dict[str, Tensor]
 
 
-def fitting(cases: Sequence[Accused], candidate: Flow, near: str = "") -> list[Mutant]:
+def fitting(
+    cases: Sequence[Accused], candidate: Flow, near: str = "", within: Collection[str] | None = None
+) -> list[Mutant]:
     """The changes of the reference that make the candidate's results of it, of the first kind that has any.
 
     Args:
         cases: all quantities of the pass, a wrong one first.
         candidate: the flow of its values.
         near: the module whose calls are changed first.
+        within: in these modules alone, and in those that they call or are called by.
     """
     trials = _Trials(cases)
     mutants = trials.mutants(candidate, near)
     if mutants is None:
         return []
+    kinds = mutants.found, mutants.signs, mutants.unsigned
+    if within is not None:
+        kinds = tuple([m for m in kind if any(m.away(scope) <= 1 for scope in within)] for kind in kinds)
     most = ELEMENTS / max(1, mutants.elements)
     trials.runs = min(RUNS, most)
-    found = trials.fitting(mutants.found, mutants.lines) or trials.fitting(mutants.signs, mutants.lines)
+    found = trials.fitting(kinds[0], mutants.lines) or trials.fitting(kinds[1], mutants.lines)
     trials.runs = min(UNSIGNED_RUNS, most, UNSIGNED_CALLS / max(1, mutants.calls))
-    return found or trials.fitting(mutants.unsigned, mutants.lines)
+    return found or trials.fitting(kinds[2], mutants.lines)
 
 
 class _Trials:

@@ -55,14 +55,15 @@ def counterfactual(found: Examination, difference: Difference, place: str) -> Mu
         return None
     pair = found.pair
     about = (found.whole, cases[0].arithmetic, difference.pass_, pair.seed)
-    with unless_ours():
-        fit = fitting(cases, flow_of(pair.candidate, *about), near=place)
-        if fit:
-            return next((m for m in fit if m.scope == place), fit[0])
+    value: Exchanged | None = None
     with unless_ours():
         mine, theirs = (Again(network, *about) for network in (pair.reference, pair.candidate))
-        return exchanged(mine, theirs, partial(are_theirs, cases))
-    return None
+        value = exchanged(mine, theirs, partial(are_theirs, cases))
+    with unless_ours():  # a mistake that has words says more, and where it is looked for the value tells
+        within = value and {value.scope, *value.scopes}
+        if fit := fitting(cases, flow_of(pair.candidate, *about), place, within):
+            return next((m for m in fit if m.scope == place), fit[0])
+    return value
 
 
 def _cases(found: Examination, difference: Difference) -> list[Accused]:

@@ -86,9 +86,11 @@ def _or_where_a_call_would(
 def _where_a_value_would(pair: Pair, place: Place, value: Exchanged) -> Place:
     """The same, where that lies before the value that the candidate's is put in the place of.
 
-    What is done to a result of torch's own layers is their caller's affair.
+    Or behind it, where the candidate has that value and something is done to it. What is done to a result of
+    torch's own layers is their caller's affair.
     """
-    if place.module and place.module in value.scopes:
+    before = value.scopes | (value.users if value.besides else frozenset())
+    if place.module and place.module in before:
         return place
     module = value.scope
     if value.besides and is_torchs(pair.reference.get_submodule(module)):

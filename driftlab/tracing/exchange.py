@@ -16,12 +16,13 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise, permutations, product
+from itertools import permutations, product
 
 import torch
 from torch import Tensor
 
 from driftlab.arithmetic.difference import distance
+from driftlab.tracing.cone import reached
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.parting import Again
 from driftlab.tracing.prints import AGREE
@@ -30,8 +31,8 @@ from driftlab.tracing.prints import AGREE
 RUNS, NUMBERS = 400, 2e9
 # A value is put in as it lies, or with its axes turned, in so many of the ways that come nearest.
 LAYOUTS, AXES, LARGEST = 2, 4, 2**18
-# So many operations lie between a value and what both networks have: those nearest to that are tried first.
-DEPTHS = (0, 2, 3, 5, 9, 10**9)
+# Runs in which a value before one that fits is looked for.
+BEFORE = 60
 
 # A value of the candidate's and one of the reference's that it may stand for.
 Pair = tuple[int, int]
@@ -46,12 +47,14 @@ class Exchanged:
     scopes: all that make something between what both have and that value, and for it alone.
     candidate_scope: the module that makes the candidate's.
     besides: whether the candidate comes by the reference's value, and something is done to it besides.
+    users: the modules that go on with the reference's value.
     """
 
     scope: str
     scopes: frozenset[str]
     candidate_scope: str
     besides: bool
+    users: frozenset[str]
 
 
 def exchanged(mine: Again, theirs: Again, agrees: Callable[[dict[str, Tensor]], bool]) -> Exchanged | None:
@@ -66,33 +69,82 @@ def exchanged(mine: Again, theirs: Again, agrees: Callable[[dict[str, Tensor]], 
         return None
     own.compare(others.seen)
     others.compare(own.seen)
-    trial = _Trial(mine, own, others, agrees)
-    pairs = [(number, spot) for number in others.offered for spot in own.takes(others, number)]
-    for some in (_nearest(pairs, own, others), *_by_depth(pairs, own)):
-        for number, spot in some:
-            if fit := trial.fit((number, spot)):
-                also = [s for n, s in some if n == number and s != spot]
-                fits = {spot: fit} | {s: f for s in also if (f := trial.fit((number, s)))}
-                return _found(own, fits, others.flow.values[number].scope)
-            if trial.left <= 0:
-                return None
-    return None
+    search = _Search(own, others, _Trial(mine, own, agrees))
+    while search.narrows():
+        pass
+    return search.found
 
 
-def _nearest(pairs: Iterable[Pair], own: Kept, others: Kept) -> list[Pair]:
-    """Those of which each is the nearest to the other, by the way from what both networks have; no copies."""
-    sizes = {n: AGREE * float(torch.linalg.vector_norm(tensor)) for n, tensor in own.tensors.items()}
-    apart = {p: far for p, far in _apart(pairs, own, others) if far > sizes[p[1]]}  # or nothing changes
+class _Search:
+    """Pairs of which each is the other's nearest are tried, then those that are so among the others.
+
+    Attributes:
+        found: by the first that fits; then by one of those before it, if that fits as well.
+    """
+
+    def __init__(self, own: Kept, others: Kept, trial: _Trial):
+        self._own, self._others, self._trial = own, others, trial
+        pairs = ((number, spot) for number in others.offered for spot in own.takes(others, number))
+        sizes = {n: AGREE * float(torch.linalg.vector_norm(tensor)) for n, tensor in own.tensors.items()}
+        self._apart = {p: far for p, far in _apart(pairs, own, others) if far > sizes[p[1]]}  # or it is there
+        self._copies: defaultdict[Pair, list[Pair]] = defaultdict(list)
+        for number, spot in self._apart:
+            self._copies[others.original[number], own.original[spot]].append((number, spot))
+        self._least = 0.0
+        self.found: Exchanged | None = None
+
+    def narrows(self) -> bool:
+        """Tries the nearest ones, those first that come first; whether there may be more."""
+        own, others = self._own, self._others
+        partners = _nearest(self._apart)
+        for spot, number in sorted(partners.items(), key=lambda p: (own.depth[p[0]], others.depth[p[1]])):
+            if self._trial.left <= self._least:
+                return False
+            if (number, spot) not in self._apart:  # a copy of what was tried
+                continue
+            fit = self._trial.fit(self._changes(number, spot, partners))
+            for copy in self._copies[others.original[number], own.original[spot]]:
+                self._apart.pop(copy, None)
+            if fit:
+                self._least = self._trial.left - BEFORE
+                self.found = self._exchanged(number, spot, fit)
+                mine, theirs = own.before(spot, fit), reached([number], others.lacked)
+                self._apart = {p: far for p, far in self._apart.items() if p[0] in theirs and p[1] in mine}
+                return True
+        return bool(partners)
+
+    def _changes(self, number: int, spot: int, partners: Mapping[int, int]) -> Iterator[Change]:
+        """From then on whenever it is made, or once."""
+        own, others, axes = self._own.tensors, self._others.tensors, self._others.tensors[number].dim()
+        again = self._own.made_again(spot)
+        both = [(mine, [partners[s] for s in mine]) for mine in again if partners.keys() >= set(mine)]
+        both += [b for b in product(again, self._others.made_again(number)) if len(b[0]) == len(b[1])]
+        for mine, theirs in (b for at, b in enumerate(both) if b not in both[:at]):
+            change = {s: (own[s], others[n]) for s, n in zip(mine, theirs, strict=True)}
+            if all(one.numel() == other.numel() and other.dim() == axes for one, other in change.values()):
+                yield change
+
+    def _exchanged(self, number: int, spot: int, fit: Change) -> Exchanged:
+        """What was made may pass through others unchanged."""
+        own, made = self._own, self._own.original[spot]
+        values = own.flow.values
+        scopes = frozenset(values[n].scope for n in own.before(spot, fit) if n == spot or not own.shared[n])
+        users = frozenset(values[n].scope for n in own.uses[made])
+        candidate_scope = self._others.flow.values[number].scope
+        return Exchanged(values[made].scope, scopes, candidate_scope, own.shared[made], users)
+
+
+def _nearest(apart: Mapping[Pair, float]) -> dict[int, int]:
+    """Those of which each is the other's nearest, by the reference's."""
     least: dict[tuple[int, int], float] = {}
     for pair, far in apart.items():
         for side in enumerate(pair):
             least[side] = min(far, least.get(side, far))
-    found = [p for p, far in apart.items() if all(far <= least[side] * (1 + AGREE) for side in enumerate(p))]
-    found.sort(key=lambda p: own.tensors[p[1]].shape != others.tensors[p[0]].shape)
-    first: dict[Pair, Pair] = {}
-    for number, spot in found:
-        first.setdefault((others.original[number], own.original[spot]), (number, spot))
-    return sorted(first.values(), key=lambda pair: (own.depth[pair[1]], others.depth[pair[0]]))
+    found: dict[int, int] = {}
+    for pair, far in apart.items():
+        if all(far <= least[side] * (1 + AGREE) for side in enumerate(pair)):
+            found.setdefault(pair[1], pair[0])
+    return found
 
 
 def _apart(pairs: Iterable[Pair], own: Kept, others: Kept) -> Iterator[tuple[Pair, float]]:
@@ -110,18 +162,6 @@ def _apart(pairs: Iterable[Pair], own: Kept, others: Kept) -> Iterator[tuple[Pai
         yield from zip(((number, spot) for spot in spots), found.tolist(), strict=True)
 
 
-def _by_depth(pairs: Iterable[Pair], own: Kept) -> Iterator[list[Pair]]:
-    for shallow, deep in pairwise(DEPTHS):
-        yield [pair for pair in pairs if shallow <= own.depth[pair[1]] < deep]
-
-
-def _found(own: Kept, fits: Mapping[int, Change], candidate_scope: str) -> Exchanged:
-    """Of several, that of the last that is no copy: what was made may pass through others unchanged."""
-    spot = max([n for n in fits if own.original[n] not in fits or own.original[n] == n] or fits)
-    scope, scopes = own.flow.values[spot].scope, own.scopes_before(spot, fits[spot])
-    return Exchanged(scope, scopes, candidate_scope, own.shared[spot])
-
-
 class _Trial:
     """Runs of the reference with values put in.
 
@@ -129,34 +169,19 @@ class _Trial:
         left: how many there still may be.
     """
 
-    def __init__(self, mine: Again, own: Kept, others: Kept, agrees: Callable[[dict[str, Tensor]], bool]):
-        self._mine, self._own, self._others, self._agrees = mine, own, others, agrees
-        self._tried: dict[Pair, Change | None] = {}
+    def __init__(self, mine: Again, own: Kept, agrees: Callable[[dict[str, Tensor]], bool]):
+        self._mine, self._values, self._agrees = mine, own.flow.values, agrees
         self.left = min(RUNS, NUMBERS / max(1, own.size))
 
-    def fit(self, pair: Pair) -> Change | None:
-        if pair not in self._tried:
-            changes = (c for c in self._changes(*pair) if any(map(self._gives_theirs, _laid_out(c))))
-            self._tried[pair] = next(changes, None)
-        return self._tried[pair]
-
-    def _changes(self, number: int, spot: int) -> Iterator[Change]:
-        """From then on whenever it is made, or once."""
-        own, others, tried = self._own.tensors, self._others.tensors, []
-        for mine, theirs in product(self._own.made_again(spot), self._others.made_again(number)):
-            if (mine, theirs) in tried or len(mine) != len(theirs):
-                continue
-            tried.append((mine, theirs))
-            change = {s: (own[s], others[n]) for s, n in zip(mine, theirs, strict=True)}
-            axes = others[number].dim()
-            if all(one.numel() == other.numel() and other.dim() == axes for one, other in change.values()):
-                yield change
+    def fit(self, changes: Iterable[Change]) -> Change | None:
+        """The first with which the reference gives the candidate's results."""
+        return next((c for c in changes if any(map(self._gives_theirs, _laid_out(c)))), None)
 
     def _gives_theirs(self, values: Mapping[int, Tensor]) -> bool:
         if self.left <= 0:
             return False
         self.left -= 1
-        made_by = {number: self._own.flow.values[number].made_by for number in values}
+        made_by = {number: self._values[number].made_by for number in values}
         try:
             ends = self._mine.results({(made_by[n][0], made_by[n][2]): t for n, t in values.items()})
         except Exception:  # it does not run so, wherever that shows

@@ -128,12 +128,24 @@ class Kept:
         line = [n for n in later if self._callers[n][:1] == callers[:1]]
         return [later, line, [n for n in line if self._callers[n] == callers], [number]]
 
-    def scopes_before(self, number: int, others: Collection[int]) -> frozenset[str]:
-        """The modules that make what both have not and what goes nowhere but into a value, or ``others``."""
+    def before(self, number: int, others: Collection[int]) -> set[int]:
+        """What the other network has not, or might have in another order, and goes into ``others`` alone.
+
+        As far as it leads to a value, which is one of these.
+        """
         values = self.flow.values
         ends = set(self.flow.results.values()).difference(others)
         past = reached(ends, lambda n: [i for i in values[n].inputs if i not in others])
-        return frozenset(values[n].scope for n in reached([number], self.lacked) - past)
+        lacked = reached([number], self.lacked)
+        return (lacked | {i for n in lacked for i in values[n].inputs if i in self._offered}) - past
+
+    @cached_property
+    def uses(self) -> list[list[int]]:
+        return self.flow.uses()
+
+    @cached_property
+    def _offered(self) -> set[int]:
+        return set(self.offered)
 
 
 def _size(value: Value) -> int:
