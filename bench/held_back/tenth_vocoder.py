@@ -184,7 +184,8 @@ state = "mrfs.1.blocks.2", "mrfs.1.blocks.2.convs1.0.0"
 wrong(
     vocoder,
     StagesOfBranches,
-    vocoder_first_norm_takes_no_gradient=("a detach too many", first, "weight gradient"),
+    # what a parametrization is given is the weight
+    vocoder_first_norm_takes_no_gradient=("a detach too many", first, ("weight gradient", "input gradient")),
     vocoder_second_convolution_dilated_too=("wrong dilation", "mrfs.0.blocks.1.convs2.1.1"),
     vocoder_residual_adds_the_activated_state=("an activation in place", state),
     vocoder_folded_norm_over_the_outputs_in_eval=("weight norm over the wrong axes", folded, "eval"),
