@@ -110,7 +110,7 @@ class _Search:
                 self.found = self._exchanged(number, spot, fit)
                 mine, theirs = own.before(spot, fit), reached([number], others.lacked)
                 self._apart = {p: far for p, far in self._apart.items() if p[0] in theirs and p[1] in mine}
-                return True
+                return len(self.found.scopes) > 1  # else it lies in one module
         return bool(partners)
 
     def _changes(self, number: int, spot: int, partners: Mapping[int, int]) -> Iterator[Change]:
