@@ -2,8 +2,8 @@
 
 ``third_*`` and ``fourth_*``, faults in ports alone, were written after what ``first_*`` and ``second_*`` had
 shown was mended. Eleven labels were widened when they had been judged: a right pair may be equal bit for bit
-(5), its reference diverge (3), or torch's own gradient be wrong (1), rounding to bfloat16 be called fewer bits
-(1), and the gradient of a weight one of the input of its parametrization (1).
+(5), its reference diverge (3), or torch's own gradient be wrong (1); rounding to bfloat16 be called fewer
+bits (1), and the gradient of a weight one of the input of its parametrization (1).
 
 ``sixth_*``, four networks in flat code, was judged when modules had learnt to be silenced; ``seventh_*``,
 five more, when one change of the reference had learnt to tell the place; ``eighth_*``, four more, when such
