@@ -10,7 +10,7 @@ from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import BACKWARD, SAME_BORDERS, first_wrong
 from driftlab.blame import unless_ours
 from driftlab.fold import Fold
-from driftlab.network.modules import common, common_parent, is_torchs, lies_in, only_holds
+from driftlab.network.modules import common_parent, is_torchs, lies_in, only_holds
 from driftlab.network.pair import Pair
 from driftlab.probes.counterfactual import counterfactual, gradient_stop
 from driftlab.probes.examination import Examination
@@ -86,12 +86,12 @@ def _or_where_a_call_would(
 def _where_a_value_would(pair: Pair, place: Place, value: Exchanged) -> Place:
     """The same, where that lies before the value that the candidate's is put in the place of.
 
-    Or behind it, where the candidate has that value and something is done to it; or where that calls what
+    Or behind it, where the candidate has that value and something is done to it; or where it calls what
     lies before it. What is done to a result of torch's own layers is their caller's affair.
     """
     before = value.scopes | (value.users if value.besides else frozenset())
-    caller = common(value.scopes).rpartition(".")[0]
-    if place.module and place.module in before | {caller}:
+    callers = {scope.rpartition(".")[0] for scope in value.scopes}
+    if place.module and place.module in before | callers:
         return place
     module = value.scope
     if value.besides and is_torchs(pair.reference.get_submodule(module)):

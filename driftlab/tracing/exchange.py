@@ -128,6 +128,8 @@ class _Search:
         """What was made may pass through others unchanged."""
         own, made = self._own, self._own.original[spot]
         values = own.flow.values
+        while not values[made].made_by[0] and values[made].inputs:  # it was written into
+            made = max(values[made].inputs)
         scopes = frozenset(values[n].scope for n in own.before(spot, fit) if n == spot or not own.shared[n])
         users = frozenset(values[n].scope for n in own.uses[made])
         candidate_scope = self._others.flow.values[number].scope
@@ -174,8 +176,14 @@ class _Trial:
         self.left = min(RUNS, NUMBERS / max(1, own.size))
 
     def fit(self, changes: Iterable[Change]) -> Change | None:
-        """The first with which the reference gives the candidate's results."""
-        return next((c for c in changes if any(map(self._gives_theirs, _laid_out(c)))), None)
+        """The first that gives the candidate's results, and does not without its own first value."""
+        return next((c for c in changes if any(map(self._fits, _laid_out(c)))), None)
+
+    def _fits(self, values: Mapping[int, Tensor]) -> bool:
+        if not self._gives_theirs(values):
+            return False
+        _, *later = values
+        return not later or not self._gives_theirs({number: values[number] for number in later})
 
     def _gives_theirs(self, values: Mapping[int, Tensor]) -> bool:
         if self.left <= 0:
