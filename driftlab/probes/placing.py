@@ -90,7 +90,8 @@ def _where_a_value_would(pair: Pair, place: Place, value: Exchanged) -> Place:
     lies before it. What is done to a result of torch's own layers is their caller's affair.
     """
     before = value.scopes | (value.users if value.besides else frozenset())
-    callers = {scope.rpartition(".")[0] for scope in value.scopes}
+    several = len(value.scopes) > 1  # where one module makes it all, it is that module
+    callers = {scope.rpartition(".")[0] for scope in value.scopes} if several else set()
     if place.module and place.module in before | callers:
         return place
     module = value.scope
