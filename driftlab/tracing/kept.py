@@ -123,10 +123,10 @@ class Kept:
 
     def made_again(self, number: int) -> list[list[int]]:
         """A value and those after it that the module makes so; at its line; called from there; none."""
-        value, callers = self.flow.values[number], self._callers[number]
+        value, called_by = self.flow.values[number], self._callers[number]
         later = [n for n in self._made[value.scope, *value.made_by[1:]] if n >= number]
-        line = [n for n in later if self._callers[n][:1] == callers[:1]]
-        return [later, line, [n for n in line if self._callers[n] == callers], [number]]
+        line = [n for n in later if self._callers[n][:1] == called_by[:1]]
+        return [later, line, [n for n in line if self._callers[n] == called_by], [number]]
 
     def before(self, number: int, others: Collection[int]) -> set[int]:
         """What the other network has not, or might have in another order, and goes into ``others`` alone.

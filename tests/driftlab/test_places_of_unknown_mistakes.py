@@ -42,14 +42,18 @@ class Net(nn.Module):
         return self.head(x.mean(1))
 
 
-class TimeFirst(nn.Module):
-    """The same with [T, N, C] inside, of weights without modules; ``fault`` stands in the second mixer."""
+class Port(nn.Module):
+    """Of weights without modules."""
 
     def __init__(self, old, fault=""):
         super().__init__()
         self.fault = fault
         for name, parameter in old.named_parameters():
             self.register_parameter(name.replace(".", "_"), nn.Parameter(parameter.detach().clone()))
+
+
+class TimeFirst(Port):
+    """The same with [T, N, C] inside, of weights without modules; ``fault`` stands in the second mixer."""
 
     def linear(self, name, x):
         return F.linear(x, getattr(self, name + "_weight"), getattr(self, name + "_bias"))
@@ -101,14 +105,8 @@ class Recurrent(nn.Module):
         return self.head(state)
 
 
-class RecurrentTimeFirst(nn.Module):
+class RecurrentTimeFirst(Port):
     """The same of weights without modules, [C, N] inside."""
-
-    def __init__(self, old, fault=""):
-        super().__init__()
-        self.fault = fault
-        for name, parameter in old.named_parameters():
-            self.register_parameter(name.replace(".", "_"), nn.Parameter(parameter.detach().clone()))
 
     def norm(self, x):
         spread, mean = torch.var_mean(x, 0, correction=0, keepdim=True)
