@@ -78,6 +78,7 @@ class Mutants:
         self.signs: list[Mutant] = []
         self.unsigned: list[Mutant] = []
         self.lines: defaultdict[tuple, set[int]] = defaultdict(set)
+        self._lines_of: defaultdict[str, set[tuple]] = defaultdict(set)  # by the module
         self.calls = self.elements = self._looked_at = 0
         self._indices = Indices()
         self._norms: defaultdict[tuple, dict[int, Call]] = defaultdict(dict)  # by the module and the weight
@@ -89,6 +90,7 @@ class Mutants:
         line = (*caller(), call.name)
         self.lines[line].add(number)
         scope = module_at_work(self._names) or self._scope()
+        self._lines_of[scope].add(line[:-1])
         self._indices.see(number, scope, call)
         kept = number in self._frontier
         if not kept and self._had.get(number):  # the candidate's call is right
@@ -121,6 +123,7 @@ class Mutants:
         self.unsigned += (*self._together(), *self._indices.mutants())
         changes = weight_mutations(twin, left)
         self.unsigned += (Mutant(owner, words, WEIGHTS, weights=change) for owner, words, change in changes)
+        self.found = [self._of_a_caller(m) for m in self.found]
         for mutants in (self.found, self.signs, self.unsigned):
             mutants.sort(key=lambda m: m.away(self._near))
         self.found.sort(key=lambda m: -1 if m.kind is NUMBER else SETTINGS.index(m.kind))
@@ -132,6 +135,12 @@ class Mutants:
             if (made := normed_together(calls)) is not None:
                 words, change = "statistics of all calls together", partial(_instead, made)
                 yield Mutant(scope, words, TOGETHER, frozenset(made), change)
+
+    def _of_a_caller(self, mutant: Mutant) -> Mutant:
+        """The same; one call of a layer of torch's that is called from several lines is its caller's."""
+        if mutant.made_in is not None or len(self._lines_of[mutant.scope]) < 2:
+            return mutant
+        return replace(mutant, scope=self._handed_by(mutant.scope), made_in=mutant.scope)
 
     def _handed_by(self, scope: str) -> str:
         """The module whose code hands on what is taken there."""

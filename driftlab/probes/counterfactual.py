@@ -62,7 +62,9 @@ def counterfactual(found: Examination, difference: Difference, place: str) -> Mu
     with unless_ours():  # a mistake that has words says more, and where it is looked for the value tells
         within = value and {value.scope, *value.scopes}
         if fit := fitting(cases, flow_of(pair.candidate, *about), place, within):
-            return next((m for m in fit if m.scope == place), fit[0])
+            there = next((m for m in fit if m.scope == place), None)
+            if there or value is None or len({m.scope for m in fit}) == 1:
+                return there or fit[0]  # else a choice is another, which a change of any one of them would do
     return value
 
 

@@ -6,8 +6,8 @@ results; before it, the reference's. So the first value of the candidate's that 
 made, whatever it is, and the place is where the reference has its own of it.
 
 Which value stands for which nobody says. A mistake leaves most of a value as it is, so those are tried first
-that are each other's nearest. What a loop makes, or a module that is called several times, is put in whenever
-it is made.
+that are each other's nearest; one that leaves little comes soon after what both have. What a loop makes, or a
+module that is called several times, is put in whenever it is made.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import permutations, product
+from heapq import nsmallest
+from itertools import chain, permutations, product
 
 import torch
 from torch import Tensor
@@ -31,8 +32,8 @@ from driftlab.tracing.prints import AGREE
 RUNS, NUMBERS = 400, 2e9
 # A value is put in as it lies, or with its axes turned, in so many of the ways that come nearest.
 LAYOUTS, AXES, LARGEST = 2, 4, 2**18
-# Runs in which a value before one that fits is looked for.
-BEFORE = 60
+# Runs in which a value before one that fits is looked for; pairs soon after what both have, at a time.
+BEFORE, SOON = 100, 30
 
 # A value of the candidate's and one of the reference's that it may stand for.
 Pair = tuple[int, int]
@@ -78,6 +79,8 @@ def exchanged(mine: Again, theirs: Again, agrees: Callable[[dict[str, Tensor]], 
 class _Search:
     """Pairs of which each is the other's nearest are tried, then those that are so among the others.
 
+    And those that come soonest after what both have, where a mistake may leave nothing near.
+
     Attributes:
         found: by the first that fits; then by one of those before it, if that fits as well.
     """
@@ -90,14 +93,16 @@ class _Search:
         self._copies: defaultdict[Pair, list[Pair]] = defaultdict(list)
         for number, spot in self._apart:
             self._copies[others.original[number], own.original[spot]].append((number, spot))
-        self._least = 0.0
+        self._least, self._again = 0.0, False
         self.found: Exchanged | None = None
 
     def narrows(self) -> bool:
         """Tries the nearest ones, those first that come first; whether there may be more."""
         own, others = self._own, self._others
         partners = _nearest(self._apart)
-        for spot, number in sorted(partners.items(), key=lambda p: (own.depth[p[0]], others.depth[p[1]])):
+        order = sorted(partners.items(), key=lambda p: (own.depth[p[0]], others.depth[p[1]]))
+        soon, self._again = self._soon() if self._again else (), True
+        for spot, number in chain(soon, order):
             if self._trial.left <= self._least:
                 return False
             if (number, spot) not in self._apart:  # a copy of what was tried
@@ -112,6 +117,11 @@ class _Search:
                 self._apart = {p: far for p, far in self._apart.items() if p[0] in theirs and p[1] in mine}
                 return len(self.found.scopes) > 1  # else it lies in one module
         return bool(partners)
+
+    def _soon(self) -> list[Pair]:
+        own, others = self._own.depth, self._others.depth
+        soonest = nsmallest(SOON, self._apart, key=lambda p: own[p[1]] + others[p[0]])
+        return [(spot, number) for number, spot in soonest]
 
     def _changes(self, number: int, spot: int, partners: Mapping[int, int]) -> Iterator[Change]:
         """From then on whenever it is made, or once."""
@@ -130,7 +140,8 @@ class _Search:
         values = own.flow.values
         while not values[made].made_by[0] and values[made].inputs:  # it was written into
             made = max(values[made].inputs)
-        scopes = frozenset(values[n].scope for n in own.before(spot, fit) if n == spot or not own.shared[n])
+        lacked = (n for n in own.before(spot, fit) if n == spot or not own.shared[n])
+        scopes = frozenset(values[n].scope for n in lacked if values[n].made_by[0])
         users = frozenset(values[n].scope for n in own.uses[made])
         candidate_scope = self._others.flow.values[number].scope
         return Exchanged(values[made].scope, scopes, candidate_scope, own.shared[made], users)

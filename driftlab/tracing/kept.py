@@ -50,7 +50,7 @@ class Kept:
     def _keep(self, number: int, value: Value, tensor: Tensor) -> None:
         self.size += tensor.numel()
         self.full = self.full or self.size > LARGEST
-        if value.made_by[0] and not value.given and not self.full and value.prints is not None:
+        if value.made_by[0] and not self.full and value.prints is not None:
             self.tensors[number] = plain(tensor).cpu().squeeze().clone()
             self._callers[number] = callers()
             self._made[value.scope, *value.made_by[1:]].append(number)
@@ -64,11 +64,12 @@ class Kept:
         self.original: list[int] = []
         for number, value in enumerate(values):
             made_of: set[int] = {number} if self.shared[number] else set()
-            read = [i for i in value.inputs if not values[i].weight]
+            read = [i for i in value.inputs if not (values[i].weight and self.shared[i])]
             if not made_of:
                 made_of = set().union(*(self._made_of[i] for i in read))
             self._made_of.append(made_of)
-            copied = (i for i in read if same_numbers(value.prints, values[i].prints))
+            made = (i for i in read if values[i].made_by[0] or values[i].inputs)  # or it stands in the code
+            copied = (i for i in made if same_numbers(value.prints, values[i].prints))
             self.original.append(self.original[i] if (i := next(copied, None)) is not None else number)
             deeper = 1 + max((self.depth[i] for i in read), default=0)
             self.depth.append(0 if self.shared[number] else deeper)

@@ -181,3 +181,34 @@ def test_a_tie_undone_is_no_stopped_gradient():
     found = diagnose(Twice(), untied, batches(), loss=F.cross_entropy, steps=3)
     assert found.verdict is Verdict.BUG
     assert "detached" not in told(found)
+
+
+class Body(nn.Module):
+    """One activation for two steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.act, self.one, self.two = nn.SiLU(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.two(self.act(self.one(self.act(x))))
+
+
+class BodyInOne(nn.Module):
+    def __init__(self, old: nn.Sequential):
+        super().__init__()
+        self.weights = nn.ParameterList(p.detach().clone() for p in old.parameters())
+
+    def forward(self, x):
+        (one, of_one, two, of_two, head, of_head), zero = self.weights, torch.zeros_like(x[:1])
+        x = torch.cat([zero, x]) @ one.T + of_one  # not activated before
+        x = F.silu(x) @ two.T + of_two
+        return x[1:] @ head.T + of_head
+
+
+def test_one_call_of_an_activation_for_two_steps_is_its_callers_affair():
+    torch.manual_seed(0)
+    net = nn.Sequential(Body(), nn.Linear(WIDTH, 3))
+    found = diagnose(net, BodyInOne, batches(), loss=F.cross_entropy, steps=3)
+    assert (found.where.module, found.where.pass_) == ("0", "forward")
+    assert "`silu` left out" in told(found)

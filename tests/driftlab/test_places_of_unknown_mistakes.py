@@ -131,6 +131,28 @@ class RecurrentTimeFirst(Port):
         return F.linear(state.T, self.head_weight, self.head_bias)
 
 
+class Asked(nn.Module):
+    """[N, T, C] -> [N, 3]: what is asked is learned, and mixed before anything is seen of the batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.queries = nn.Parameter(torch.randn(1, TOKENS, WIDTH))
+        self.mixers, self.head = nn.ModuleList([Mixer()]), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        queries = self.queries + self.mixers[0](self.queries)
+        return self.head((torch.tanh(x @ queries.mT) @ queries).mean(1))
+
+
+class AskedTimeFirst(TimeFirst):
+    def forward(self, x):
+        queries = self.queries.transpose(0, 1)
+        queries = (queries + self.mixer(0, queries, self.fault))[:, 0]
+        answers = torch.einsum("tnq,qc->tnc", torch.tanh(x.transpose(0, 1) @ queries.T), queries)
+        return self.linear("head", answers.mean(0))
+
+
 def batches():
     torch.manual_seed(1)
     return [(torch.randn(8, TOKENS, WIDTH), torch.randint(3, (8,))) for _ in range(2)]
@@ -168,6 +190,15 @@ def test_so_it_is_where_it_is_made_at_each_time_of_a_loop(fault, module):
     assert (found.where.module, found.where.pass_) == (module, "forward")
 
 
-@pytest.mark.parametrize(("network", "port"), [(Net, TimeFirst), (Recurrent, RecurrentTimeFirst)])
+@pytest.mark.parametrize("fault", ["wave in the norm", "squares in the shares", "shuffled"])
+def test_so_it_is_of_what_is_made_of_weights_alone(fault):
+    found = judged(fault, Asked, AskedTimeFirst)
+    assert found.verdict is Verdict.BUG
+    assert (found.where.module, found.where.pass_) == ("mixers.0", "forward")
+
+
+@pytest.mark.parametrize(
+    ("network", "port"), [(Net, TimeFirst), (Recurrent, RecurrentTimeFirst), (Asked, AskedTimeFirst)]
+)
 def test_without_a_fault_they_are_the_same(network, port):
     assert judged("", network, port).verdict is Verdict.ROUND_OFF
