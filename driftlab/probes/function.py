@@ -17,7 +17,7 @@ from driftlab.probes.determinism import wavers
 from driftlab.probes.examination import Examination
 from driftlab.probes.placing import owner, placed
 from driftlab.probes.probe import Probe
-from driftlab.probes.random_streams import drawn_otherwise
+from driftlab.probes.random_streams import draw_apart, drawn_otherwise
 from driftlab.rounding import BEYOND, HALFWAY
 from driftlab.words import FEWER_SAMPLES, FUNCTION, Finding, Place, Verdict
 
@@ -30,8 +30,8 @@ def ask(found: Examination) -> list[Finding]:
     network, wrong, untold = found.network, found.network.wrong(), found.network.untold()
     shown = {d.pass_ for d in wrong}
     located = first_wrong(found.local, shown) if wrong or untold else slightly_wrong(found.local)
-    if wrong and (drawn := drawn_otherwise(found, located)):
-        return [drawn]
+    if wrong and (told := _told_of_draws(found, located)):
+        return told
     if not wrong and located is None:
         return [_chaotic(found, untold[0]) if untold else _same(found, network)]
     differing = (wrong,) if wrong else ([located[1]], found.local, located[0])
@@ -56,6 +56,36 @@ def ask(found: Examination) -> list[Finding]:
     if on_few:
         accused = replace(accused, evidence=replace(accused.evidence, probe=FEWER_SAMPLES), off_path=True)
     return [accused]
+
+
+def _told_of_draws(found: Examination, located: tuple[str, Difference] | None) -> list[Finding]:
+    """What is to be said where the two draw other random numbers; [] where they do not, or nothing is.
+
+    In eval mode random layers draw nothing. It is looked at as the two begin, not as a training step leaves
+    them, since random numbers went into that.
+    """
+    drawn = drawn_otherwise(found, located)
+    if drawn is None and not draw_apart(found):
+        return []
+    still = _in_eval_mode(found)
+    if wrong := [f for f in still if f.evidence.supports is Verdict.BUG]:
+        found.comparable = False
+        why = "; compared in eval mode, since the two draw other random numbers in training mode"
+        return [f.adding(why) for f in wrong]
+    if drawn is None:
+        return []
+    same = any(f.evidence.supports in (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL) for f in still)
+    return [drawn.adding(same * "; in eval mode they are the same function")]
+
+
+def _in_eval_mode(found: Examination) -> list[Finding]:
+    """The same asked there; [] where it was asked there already, or cannot be."""
+    if not any(module.training for module in found.pair.reference.modules()):
+        return []
+    try:
+        return ask(Examination(found.pair.stilled(), found.batch, trains=found.trains))
+    except CannotRunError:
+        return []
 
 
 def _excess_of(difference: Difference, network: Comparison) -> float:
