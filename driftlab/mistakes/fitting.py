@@ -52,17 +52,14 @@ def fitting(
         within: in these modules alone, and in those that they call or are called by.
     """
     trials = _Trials(cases)
-    mutants = trials.mutants(candidate, near)
+    mutants = trials.mutants(candidate, near, within)
     if mutants is None:
         return []
-    kinds = mutants.found, mutants.signs, mutants.unsigned
-    if within is not None:
-        kinds = tuple([m for m in kind if any(m.away(scope) <= 1 for scope in within)] for kind in kinds)
     most = ELEMENTS / max(1, mutants.elements)
     trials.runs = min(RUNS, most)
-    found = trials.fitting(kinds[0], mutants.lines) or trials.fitting(kinds[1], mutants.lines)
+    found = trials.fitting(mutants.found, mutants.lines) or trials.fitting(mutants.signs, mutants.lines)
     trials.runs = min(UNSIGNED_RUNS, most, UNSIGNED_CALLS / max(1, mutants.calls))
-    return found or trials.fitting(kinds[2], mutants.lines)
+    return found or trials.fitting(mutants.unsigned, mutants.lines)
 
 
 class _Trials:
@@ -79,7 +76,7 @@ class _Trials:
         self._twin = Anew(self._running)
         self.runs = 0.0
 
-    def mutants(self, candidate: Flow, near: str) -> Mutants | None:
+    def mutants(self, candidate: Flow, near: str, within: Collection[str] | None) -> Mutants | None:
         """None of a network that does not repeat itself."""
         seen, before = candidate.seen(), _buffers(self._running)
         frontier = Frontier(seen)
@@ -89,7 +86,7 @@ class _Trials:
         after = _buffers(self._running)
         left = {n: t for n, t in after.items() if n in before and not torch.equal(t, before[n])}
         names = {id(module): name for name, module in self._running.named_modules()}
-        found = Mutants(self._network, names, lambda: self._scopes.now, seen, frontier, near)
+        found = Mutants(self._network, names, lambda: self._scopes.now, seen, frontier, near, within)
         self._results(found.look)
         found.finish(self._running, left)
         return found

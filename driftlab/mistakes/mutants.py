@@ -7,7 +7,7 @@ worth trying, given what the other network comes by.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, zip_longest
@@ -54,6 +54,7 @@ class Mutants:
         seen: what the candidate comes by.
         frontier: where it stops to come by what the reference computes.
         near: the module whose calls are to be changed first.
+        within: in these modules alone, and in those that they call or are called by; None anywhere.
 
     Attributes:
         found: mutants that are tried wherever they can be.
@@ -71,8 +72,10 @@ class Mutants:
         seen: Seen,
         frontier: Frontier,
         near: str,
+        within: Collection[str] | None = None,
     ):
         self._network, self._names, self._scope, self._near = network, names, scope, near
+        self._within = within
         self._seen, self._had, self._frontier = seen, frontier.had, frontier.calls()
         self.found: list[Mutant] = []
         self.signs: list[Mutant] = []
@@ -96,6 +99,8 @@ class Mutants:
         if not kept and self._had.get(number):  # the candidate's call is right
             return out
         here = Mutant(scope, "", NUMBER, frozenset({number}), line=line)
+        if not self._concerns(here):
+            return out
         if call.name in JOINED:
             self._norms[scope, call.name, id((call.given() or {}).get("weight"))][number] = call
         self.found += _with_another_number(here, call)
@@ -127,7 +132,10 @@ class Mutants:
         for mutants in (self.found, self.signs, self.unsigned):
             mutants.sort(key=lambda m: m.away(self._near))
         self.found.sort(key=lambda m: -1 if m.kind is NUMBER else SETTINGS.index(m.kind))
-        self.unsigned = _in_turns(self.unsigned)
+        self.unsigned = _in_turns([m for m in self.unsigned if self._concerns(m)])
+
+    def _concerns(self, mutant: Mutant) -> bool:
+        return self._within is None or any(mutant.away(scope) <= 1 for scope in self._within)
 
     def _together(self) -> Iterator[Mutant]:
         """Norms by the statistics of all calls."""

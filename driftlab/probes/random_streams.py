@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.local import Local
 from driftlab.arithmetic.passes import Recorded, own_inputs
+from driftlab.blame import unless_ours
 from driftlab.fold.layout import flat
 from driftlab.network.calling import copied, named_leaves, random_state, seed_random_layers
 from driftlab.network.modules import lies_in
@@ -148,9 +149,10 @@ def drawn_otherwise(found: Examination, located: tuple[str, Difference] | None) 
 def draw_apart(found: Examination) -> bool:
     """Whether one call of each, from the same seed, leaves torch's generators in different states."""
     states = set()
-    for network in (found.pair.reference, found.pair.candidate):
-        next(_returned(network, found.whole, range(1)))
-        states.add(random_state())
+    with unless_ours():  # a copy may not run by itself
+        for network in (found.pair.reference, found.pair.candidate):
+            next(_returned(network, found.whole, range(1)))
+            states.add(random_state())
     return len(states) > 1
 
 
