@@ -9,5 +9,5 @@ bits (1), and the gradient of a weight one of the input of its parametrization (
 five more, when one change of the reference had learnt to tell the place; ``eighth_*``, four more, when such
 changes had learnt of other orders and of weights; ``ninth_*``, six more, each ported twice: as a tree of
 other modules, and as flat code; ``tenth_*``, six more of that kind, when values of the candidate's had learnt
-to stand in for the reference's.
+to stand in for the reference's; ``eleventh_*``, six more, when these were sought by what is nearest.
 """
