@@ -35,7 +35,8 @@ WHY = {
     "memory and disk stay.",
     "arms": "Imports, probes and the page are paid once. The arms differ: a float64 step takes several times "
     "a float32 step, and so does autocast where the processor has no fast 16-bit convolutions.",
-    "candidates": "The reference and its controls are trained once for all. The candidates differ: a split "
+    "candidates": "The reference and its controls are trained once for all. Each candidate is probed by "
+    "itself, which in so short a run (20 steps) is most of what it adds. And the candidates differ: a split "
     "in eight parts is several times as slow as one in two.",
     "seeds judged": "Starting Python and reading the settings is paid once. Above 100 seeds the page shows "
     "bands instead of lines, so it takes less time to draw and is smaller.",
