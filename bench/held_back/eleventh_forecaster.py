@@ -184,7 +184,10 @@ wrong(
     forecasts,
     TimeFirst,
     first_region_for_padding=("padding index set", "input_embeddings.region", (weights,)),
-    static_states_swapped=("states swapped", ("lstm_encoder", start + "hidden_lstm", start + "cell_lstm")),
+    static_states_swapped=(
+        "states swapped",
+        ("", "lstm_encoder", start + "hidden_lstm", start + "cell_lstm"),
+    ),
     enrichment_after_its_elu=("order of operations", ("static_enrichment", "static_enrichment.elu")),
     forecaster_scores_over_the_whole_width=("wrong scale", ("multihead_attn", "multihead_attn.attention")),
     last_forecaster_halves_crossed=("wrong half of a gate", "pre_output_gate_norm.glu"),

@@ -178,7 +178,10 @@ wrong(
         "decoder.stages.0.convs.1.norm",
         "eval",
     ),
-    halves_of_the_last_volume_skip_swapped=("halves of a weight swapped", "decoder.stages.1.convs.0.conv"),
+    halves_of_the_last_volume_skip_swapped=(
+        "halves of a weight swapped",
+        ("decoder.stages.1.convs.0.conv", "decoder"),
+    ),
     finest_volume_head_without_its_bias=("a bias missing", "decoder.seg_layers.2"),
 )
 wrong(

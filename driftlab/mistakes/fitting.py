@@ -86,7 +86,7 @@ class _Trials:
         after = _buffers(self._running)
         left = {n: t for n, t in after.items() if n in before and not torch.equal(t, before[n])}
         names = {id(module): name for name, module in self._running.named_modules()}
-        found = Mutants(self._network, names, lambda: self._scopes.now, seen, frontier, near, within)
+        found = Mutants(self._network, names, self._scopes, seen, frontier, near, within)
         self._results(found.look)
         found.finish(self._running, left)
         return found

@@ -15,7 +15,7 @@ from driftlab.mistakes.mutations import checks_integers
 from driftlab.mistakes.torch_call import Call
 from driftlab.network.modules import common, lies_in
 
-NUMBER, WEIGHTS, TOGETHER, INDEX = "another number", "weights", "together", "index"
+NUMBER, WEIGHTS, TOGETHER, INDEX, HANDED = "another number", "weights", "together", "index", "handed"
 
 # So many tensors of integers are told apart: a loop may make new ones without end.
 MOST = 32
@@ -65,7 +65,7 @@ class Mutant:
 
     @property
     def said(self) -> str:
-        several = len(self.calls) > 1 and self.kind not in (TOGETHER, INDEX)
+        several = len(self.calls) > 1 and self.kind not in (TOGETHER, INDEX, HANDED)
         return f"{self.words}, each time" if several else self.words
 
 

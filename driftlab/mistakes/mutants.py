@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from driftlab.blame import caller, module_at_work
 from driftlab.mistakes.call_modes import parts
 from driftlab.mistakes.frontier import Frontier, comes_by, same_numbers
+from driftlab.mistakes.handed import Handed
 from driftlab.mistakes.mutant import NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
 from driftlab.mistakes.mutations import (
+    ANOTHER_VALUE,
     JOINED,
     NEUTRAL,
     OPERANDS,
@@ -35,6 +37,7 @@ from driftlab.mistakes.orders import ORDERS
 from driftlab.mistakes.torch_call import Call
 from driftlab.mistakes.weight_mutations import weight_mutations
 from driftlab.network.modules import is_torchs
+from driftlab.tracing.flow import Scopes
 from driftlab.tracing.prints import Seen
 
 # Changed calls that are looked for among the candidate's values.
@@ -50,7 +53,7 @@ class Mutants:
     Args:
         network: the reference.
         names: of the modules that run, by their ``id``.
-        scope: which module is at work, where that is not seen.
+        scopes: which module is at work, where that is not seen, and who called it.
         seen: what the candidate comes by.
         frontier: where it stops to come by what the reference computes.
         near: the module whose calls are to be changed first.
@@ -68,13 +71,13 @@ class Mutants:
         self,
         network: nn.Module,
         names: Mapping[int, str],
-        scope: Callable[[], str],
+        scopes: Scopes,
         seen: Seen,
         frontier: Frontier,
         near: str,
         within: Collection[str] | None = None,
     ):
-        self._network, self._names, self._scope, self._near = network, names, scope, near
+        self._network, self._names, self._scopes, self._near = network, names, scopes, near
         self._within = within
         self._seen, self._had, self._frontier = seen, frontier.had, frontier.calls()
         self.found: list[Mutant] = []
@@ -83,7 +86,7 @@ class Mutants:
         self.lines: defaultdict[tuple, set[int]] = defaultdict(set)
         self._lines_of: defaultdict[str, set[tuple]] = defaultdict(set)  # by the module
         self.calls = self.elements = self._looked_at = 0
-        self._indices = Indices()
+        self._indices, self._handed = Indices(), Handed()
         self._norms: defaultdict[tuple, dict[int, Call]] = defaultdict(dict)  # by the module and the weight
 
     def look(self, number: int, call: Call, earlier: Sequence[Tensor]) -> Any:
@@ -92,9 +95,10 @@ class Mutants:
         self.elements += sum(t.numel() for t in parts(out))
         line = (*caller(), call.name)
         self.lines[line].add(number)
-        scope = module_at_work(self._names) or self._scope()
+        scope = module_at_work(self._names) or self._scopes.now
         self._lines_of[scope].add(line[:-1])
         self._indices.see(number, scope, call)
+        self._handed.see(number, call, self._scopes.entered, earlier)
         kept = number in self._frontier
         if not kept and self._had.get(number):  # the candidate's call is right
             return out
@@ -108,7 +112,10 @@ class Mutants:
         if kept and self._frontier[number]:
             self.unsigned += (m for m, _ in self._made(here, ORDERS, call, earlier, out))
         here = replace(here, scope=self._handed_by(scope), made_in=scope)
+        handed_by = self._handed.by(call, self._scopes.entered, earlier)
         for mutant, made in self._made(here, OPERANDS, call, earlier, out):
+            if mutant.kind is ANOTHER_VALUE and handed_by is not None:
+                mutant = replace(mutant, scope=handed_by)
             if kept and same_numbers(out, made):
                 self.unsigned.append(mutant)
             elif comes_by(self._seen, made):
@@ -125,7 +132,7 @@ class Mutants:
             twin: the network that runs.
             left: its buffers that a call changes, as it leaves them.
         """
-        self.unsigned += (*self._together(), *self._indices.mutants())
+        self.unsigned += (*self._together(), *self._indices.mutants(), *self._handed.mutants())
         changes = weight_mutations(twin, left)
         self.unsigned += (Mutant(owner, words, WEIGHTS, weights=change) for owner, words, change in changes)
         self.found = [self._of_a_caller(m) for m in self.found]

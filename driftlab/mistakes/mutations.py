@@ -208,4 +208,5 @@ def _with(call: Call, place: int, words: str, tensor: Tensor) -> Mutation:
 
 SETTINGS = (_altered, _corrected, _integers, _parts_exchanged, _left_out, _dims)
 OPERANDS = (_terms, _turned, _others, _normed_alone)
+ANOTHER_VALUE: Operator = _others
 NEUTRAL = (_neutral,)

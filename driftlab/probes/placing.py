@@ -86,16 +86,28 @@ def _or_where_a_call_would(
 def _where_a_value_would(pair: Pair, place: Place, value: Exchanged) -> Place:
     """The same, where that lies before the value that the candidate's is put in the place of.
 
-    Or behind it, where the candidate has that value and something is done to it; or where it calls what
-    lies before it. What is done to a result of torch's own layers is their caller's affair.
+    Or where it calls what lies before it, in several modules.
     """
-    before = value.scopes | (value.users if value.besides else frozenset())
+    if value.besides:
+        return _where_more_is_done(pair, place, value)
     several = len(value.scopes) > 1  # where one module makes it all, it is that module
     callers = {scope.rpartition(".")[0] for scope in value.scopes} if several else set()
-    if place.module and place.module in before | callers:
+    if place.module and place.module in value.scopes | callers:
         return place
-    module = value.scope
-    if value.besides and is_torchs(pair.reference.get_submodule(module)):
+    return replace(place, module=_called(pair, value.scope), candidate_module=value.candidate_scope)
+
+
+def _where_more_is_done(pair: Pair, place: Place, value: Exchanged) -> Place:
+    """To a value that both have: by who goes on with it, if that is one module, else by who makes it.
+
+    A norm that takes the mean away as well is one that is given a value without its mean. What is done before
+    or behind torch's own layers is their caller's affair.
+    """
+    users = {user for user in value.users if not lies_in(value.scope, user)}
+    if place.module in users:
+        return place
+    module = users.pop() if len(users) == 1 else value.scope
+    if is_torchs(pair.reference.get_submodule(module)):
         module = module.rpartition(".")[0]
     return replace(place, module=_called(pair, module), candidate_module=value.candidate_scope)
 
@@ -137,9 +149,18 @@ def _placed(
         return place, (place.module and found.local.wrong(place.module)) or wrong[0]
     # of a gradient that no call explains its owner says more than the whole network does
     exacter = lies_in(place.module, module) or (not located and place.module)
+    exacter = exacter and not (located and _stands_for_both(found, module, place.module))
     if exacter or (moved and _is_where_it_moved_to(found, module, place)):
         return place, difference
     return _of(pair, module, difference)
+
+
+def _stands_for_both(found: Examination, module: str, inner: str) -> bool:
+    """Whether one module of the candidate's does the work of both, and is not given what the inner one is."""
+    own, local = found.pair.counterparts, found.local
+    if inner == module or inner not in own or inner not in local.calls or own[inner] != own.get(module):
+        return False
+    return not local.aligned(inner, ALREADY_WRONG)
 
 
 def _is_where_it_moved_to(found: Examination, module: str, place: Place) -> bool:

@@ -1,0 +1,97 @@
+"""A module that is handed another value: all calls in it that take the value, changed together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from driftlab.mistakes.mutant import HANDED, Mutant
+from driftlab.mistakes.mutations import OTHERS
+from driftlab.mistakes.torch_call import Call
+from driftlab.network.modules import lies_in
+from driftlab.tracing.flow import Entered
+
+
+@dataclass
+class _Value:
+    """One that a call of a module is given.
+
+    Attributes:
+        scope: of the module.
+        caller: who calls it.
+        others: of its shape, made before it is taken: their places among all values that were made.
+        places: in which it is taken, by the number of the call.
+    """
+
+    scope: str
+    caller: str
+    others: list[int]
+    places: dict[int, list[int]] = field(default_factory=dict)
+
+
+class Handed:
+    """What modules are given, and where in them it is taken."""
+
+    def __init__(self) -> None:
+        self._values: dict[tuple[Entered, int], _Value] = {}
+        self._made: set[int] = set()  # those of ``earlier``, by their ``id``
+        self._looked_at = 0
+
+    def see(self, number: int, call: Call, entered: Sequence[Entered], earlier: Sequence[Tensor]) -> None:
+        taken: defaultdict[int, list[int]] = defaultdict(list)
+        for place, tensor in enumerate(call.tensors):
+            if tensor.is_floating_point():
+                taken[id(tensor)].append(place)
+        for caller, one in zip([None, *entered], entered, strict=False):
+            for at, tensor in enumerate(one.given):
+                if caller is not None and (places := taken.get(id(tensor))):
+                    if (one, at) not in self._values:
+                        others = _others(tensor, earlier)
+                        self._values[one, at] = _Value(one.scope, caller.scope, others)
+                    self._values[one, at].places[number] = places
+
+    def by(self, call: Call, entered: Sequence[Entered], earlier: Sequence[Tensor]) -> str | None:
+        """The module that hands on the one value that a call takes besides weights; None of several."""
+        self._made.update(map(id, earlier[self._looked_at :]))
+        self._looked_at = len(earlier)
+        values = [t for t in call.tensors if id(t) in self._made]
+        if len(values) != 1:
+            return None
+        handed = [one for one in entered if not any(t is values[0] for t in one.given)]
+        its_own = len(handed) == len(entered)
+        return None if its_own or not handed else handed[-1].scope
+
+    def mutants(self) -> Iterator[Mutant]:
+        """Of what is taken in several places; where it is handed on, of the outermost that takes it."""
+        seen: set[tuple] = set()
+        for value in self._values.values():
+            taken = tuple(sorted((number, tuple(places)) for number, places in value.places.items()))
+            if len(taken) < 2 or taken in seen or lies_in(value.caller, value.scope):
+                continue
+            seen.add(taken)
+            for other in value.others:
+                change = partial(_given, value.places, other)
+                words = f"what `{value.scope}` is given is another value"
+                calls = frozenset(value.places)
+                yield Mutant(value.caller, words, HANDED, calls, change, made_in=value.scope)
+
+
+def _others(tensor: Tensor, earlier: Sequence[Tensor]) -> list[int]:
+    alike = [i for i, t in enumerate(earlier) if t.shape == tensor.shape and t is not tensor]
+    return alike[: -OTHERS - 1 : -1]
+
+
+def _given(
+    places: Mapping[int, list[int]],
+    other: int,
+    number: int,
+    call: Call,
+    earlier: Sequence[Tensor],
+    times: float,
+) -> Any:
+    return call.with_tensors(lambda at, own: earlier[other] if at in places[number] else own).run()
