@@ -1,0 +1,119 @@
+"""A module that is handed another value: that is the affair of who hands it on, wherever it is taken."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from driftlab import Verdict, diagnose
+
+torch.set_num_threads(1)
+WIDTH = 6
+
+
+class Step(nn.Module):
+    """Takes what it is given twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + torch.tanh(self.fc(x))
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both, self.step = nn.Linear(WIDTH, 2 * WIDTH), Step()
+        self.out = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        one, other = self.both(x).chunk(2, -1)
+        return self.out(torch.cat([one, other, self.step(other)], -1))
+
+
+class More(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.sin(2 * self.fc(x))
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.dense(x)))
+
+
+class Top(nn.Module):
+    """Hands the result of one part to the other, which hands it to its first layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.more, self.head = More(), Head()
+
+    def forward(self, x):
+        return self.head(self.more(x))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.halves, self.top = Halves(), Top()
+
+    def forward(self, x):
+        return self.top(self.halves(x))
+
+
+class InOne(nn.Module):
+    """All of it at once; but for one fault beside a row of zeros, so that no value has its old size."""
+
+    def __init__(self, old, fault):
+        super().__init__()
+        self.fault = fault
+        for name, parameter in old.named_parameters():
+            self.register_parameter(name.replace(".", "_"), nn.Parameter(parameter.detach().clone()))
+
+    def linear(self, name, x):
+        return x @ getattr(self, name + "_weight").T + getattr(self, name + "_bias")
+
+    def forward(self, x):
+        rows = 0 if self.fault == "part left out" else 1
+        x = torch.cat([torch.zeros_like(x[:rows]), x])
+        one, other = self.linear("halves_both", x).chunk(2, -1)
+        taken = one if self.fault == "other half" else other
+        step = taken + torch.tanh(self.linear("halves_step_fc", taken))
+        x = self.linear("halves_out", torch.cat([one, other, step], -1))
+        y = x if self.fault == "part left out" else torch.sin(2 * self.linear("top_more_fc", x))
+        return self.linear("top_head_out", torch.tanh(self.linear("top_head_dense", y)))[rows:]
+
+
+def judged(fault):
+    torch.manual_seed(1)
+    batches = [(torch.randn(8, WIDTH), torch.randint(3, (8,))) for _ in range(2)]
+    return diagnose(Net(), lambda old: InOne(old, fault), batches, loss=F.cross_entropy, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("fault", "module", "words"),
+    [
+        ("other half", "halves", "what `halves.step` is given is another value"),
+        ("part left out", "top", "operand 1 of `linear` that is another value"),
+    ],
+)
+def test_who_hands_it_on_is_named(fault, module, words):
+    found = judged(fault)
+    assert found.verdict is Verdict.BUG
+    assert found.where.module == module
+    assert words in "\n".join(e.details for e in found.evidence)
+
+
+def test_what_is_handed_on_rightly_is_right():
+    assert judged("").verdict is Verdict.ROUND_OFF
