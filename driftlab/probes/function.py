@@ -75,7 +75,7 @@ def _told_of_draws(found: Examination, located: tuple[str, Difference] | None) -
     if drawn is None:
         return []
     same = any(f.evidence.supports in (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL) for f in still)
-    return [drawn.adding(same * "; in eval mode they are the same function")]
+    return [drawn.adding(same * "; in eval mode, as both begin, they are the same function")]
 
 
 def _in_eval_mode(found: Examination) -> list[Finding]:

@@ -135,7 +135,7 @@ def drawn_otherwise(found: Examination, located: tuple[str, Difference] | None) 
     kept = same_distribution(mine, theirs, call, outputs, evaluated=True)
     if not kept <= SIGMAS:
         says = (
-            f"{{place}}: {name} draws from the same distribution in training mode, and what it keeps of that "
+            f"{{place}}: {name} draws from the same distribution in training mode, and what it keeps of it "
         )
         says += f"for eval mode is another (means and spreads {kept:.1f} standard errors apart)"
         return PROBE.finding(kept, Verdict.BUG, says, Place(module, "eval", 0))

@@ -65,7 +65,7 @@ def test_the_same_function_in_eval_mode_is_said_to_be_the_same(norm):
     """The averages of a batch norm are of other masks then: what they make of eval mode is no fault."""
     found = judged(norm)
     assert found.verdict is Verdict.NONDETERMINISTIC
-    assert "in eval mode they are the same function" in found.headline
+    assert "in eval mode, as both begin, they are the same function" in found.headline
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
