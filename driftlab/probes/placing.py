@@ -103,9 +103,9 @@ def _where_more_is_done(pair: Pair, place: Place, value: Exchanged) -> Place:
     A norm that takes the mean away as well is one that is given a value without its mean. What is done before
     or behind torch's own layers is their caller's affair.
     """
-    users = {user for user in value.users if not lies_in(value.scope, user)}
-    if place.module in users:
+    if place.module and place.module in value.users:  # be it who calls the one that makes it
         return place
+    users = {user for user in value.users if not lies_in(value.scope, user)}
     module = users.pop() if len(users) == 1 else value.scope
     if is_torchs(pair.reference.get_submodule(module)):
         module = module.rpartition(".")[0]
