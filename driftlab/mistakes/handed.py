@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
 
 from driftlab.mistakes.mutant import HANDED, Mutant
-from driftlab.mistakes.mutations import OTHERS
+from driftlab.mistakes.mutations import last_alike
 from driftlab.mistakes.torch_call import Call
 from driftlab.network.modules import lies_in
 from driftlab.tracing.flow import Entered
@@ -47,11 +48,11 @@ class Handed:
         for place, tensor in enumerate(call.tensors):
             if tensor.is_floating_point():
                 taken[id(tensor)].append(place)
-        for caller, one in zip([None, *entered], entered, strict=False):
+        for caller, one in pairwise(entered):
             for at, tensor in enumerate(one.given):
-                if caller is not None and (places := taken.get(id(tensor))):
+                if places := taken.get(id(tensor)):
                     if (one, at) not in self._values:
-                        others = _others(tensor, earlier)
+                        others = last_alike(tensor, earlier)
                         self._values[one, at] = _Value(one.scope, caller.scope, others)
                     self._values[one, at].places[number] = places
 
@@ -63,8 +64,7 @@ class Handed:
         if len(values) != 1:
             return None
         handed = [one for one in entered if not any(t is values[0] for t in one.given)]
-        its_own = len(handed) == len(entered)
-        return None if its_own or not handed else handed[-1].scope
+        return None if len(handed) in (0, len(entered)) else handed[-1].scope  # no module's, or its own
 
     def mutants(self) -> Iterator[Mutant]:
         """Of what is taken in several places; where it is handed on, of the outermost that takes it."""
@@ -79,11 +79,6 @@ class Handed:
                 words = f"what `{value.scope}` is given is another value"
                 calls = frozenset(value.places)
                 yield Mutant(value.caller, words, HANDED, calls, change, made_in=value.scope)
-
-
-def _others(tensor: Tensor, earlier: Sequence[Tensor]) -> list[int]:
-    alike = [i for i, t in enumerate(earlier) if t.shape == tensor.shape and t is not tensor]
-    return alike[: -OTHERS - 1 : -1]
 
 
 def _given(

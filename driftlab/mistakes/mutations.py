@@ -181,12 +181,17 @@ def _neutral(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
             yield _with(call, place, word, made(tensor))
 
 
+def last_alike(tensor: Tensor, earlier: Sequence[Tensor]) -> list[int]:
+    """Where the last others of its shape stand among those that were made before, from the last one back."""
+    alike = [at for at, t in enumerate(earlier) if t.shape == tensor.shape and t is not tensor]
+    return alike[: -OTHERS - 1 : -1]
+
+
 def _others(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """Another value for an operand."""
     for place, tensor in enumerate(call.tensors):
-        alike = [t for t in earlier if t.shape == tensor.shape and t is not tensor]
-        for other in alike[: -OTHERS - 1 : -1] if tensor.is_floating_point() else ():
-            yield _with(call, place, "that is another value", other)
+        for at in last_alike(tensor, earlier) if tensor.is_floating_point() else ():
+            yield _with(call, place, "that is another value", earlier[at])
 
 
 def _normed_alone(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
@@ -194,8 +199,7 @@ def _normed_alone(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     if not call.name.endswith("_norm") or not call.tensors:
         return
     x = call.tensors[0]
-    alike = [t for t in earlier if t.shape == x.shape and t is not x][: -OTHERS - 1 : -1]
-    for one, other in permutations(alike, 2):
+    for one, other in permutations([earlier[at] for at in last_alike(x, earlier)], 2):
         if torch.equal(one + other, x):
             words = f"a residual that `{call.name}` does not norm"
             yield words, lambda one=one, other=other: one + call.with_tensor(0, other).run()

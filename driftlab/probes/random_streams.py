@@ -18,7 +18,7 @@ from driftlab.arithmetic.local import Local
 from driftlab.arithmetic.passes import Recorded, own_inputs
 from driftlab.blame import unless_ours
 from driftlab.fold.layout import flat
-from driftlab.network.calling import copied, named_leaves, random_state, seed_random_layers
+from driftlab.network.calling import copied, evaluation_mode, named_leaves, random_state, seed_random_layers
 from driftlab.network.modules import lies_in
 from driftlab.network.outputs import Leaves, Outputs
 from driftlab.probes.examination import Examination
@@ -98,7 +98,6 @@ def _returned(
     Always from the same buffers: statistics that move from call to call are no random numbers.
     """
     twin = copied(module)
-    modes = {part: part.training for part in twin.modules()}
     start = {name: buffer.clone() for name, buffer in twin.named_buffers()}
     for seed in seeds:
         for name, buffer in twin.named_buffers():
@@ -106,9 +105,8 @@ def _returned(
         seed_random_layers(seed)
         out = call.called(twin, own_inputs(call))
         if evaluated:
-            out = call.called(twin.eval(), own_inputs(call))
-            for part, training in modes.items():
-                part.training = training
+            with evaluation_mode(twin):
+                out = call.called(twin, own_inputs(call))
         yield named_leaves(out)
 
 
@@ -134,10 +132,8 @@ def drawn_otherwise(found: Examination, located: tuple[str, Difference] | None) 
     found.comparable = False
     kept = same_distribution(mine, theirs, call, outputs, evaluated=True)
     if not kept <= SIGMAS:
-        says = (
-            f"{{place}}: {name} draws from the same distribution in training mode, and what it keeps of it "
-        )
-        says += f"for eval mode is another (means and spreads {kept:.1f} standard errors apart)"
+        says = f"{{place}}: {name} draws from the same distribution in training mode, and what it keeps "
+        says += f"of it for eval mode is another (means and spreads {kept:.1f} standard errors apart)"
         return PROBE.finding(kept, Verdict.BUG, says, Place(module, "eval", 0))
     says = (
         f"the random layers of {name} draw their numbers in another order, from the same distribution (means "
