@@ -87,12 +87,8 @@ class Pair:
 
     def evaluating(self) -> Pair:
         """The pair in eval mode with nothing to train: its passes are forward passes alone."""
-        return replace(self.stilled(), loss=None)
-
-    def stilled(self) -> Pair:
-        """The pair in eval mode, in which random layers draw nothing."""
         mine, theirs = (copied(m).eval() for m in (self.reference, self.candidate))
-        return replace(self, reference=mine, candidate=theirs)
+        return replace(self, reference=mine, candidate=theirs, loss=None)
 
     def as_held(self) -> Pair:
         """Of networks in float32: with weights as the precision holds them."""

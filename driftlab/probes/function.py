@@ -17,7 +17,7 @@ from driftlab.probes.determinism import wavers
 from driftlab.probes.examination import Examination
 from driftlab.probes.placing import owner, placed
 from driftlab.probes.probe import Probe
-from driftlab.probes.random_streams import draw_apart, drawn_otherwise
+from driftlab.probes.random_streams import after_a_call, draw_apart, drawn_otherwise
 from driftlab.rounding import BEYOND, HALFWAY
 from driftlab.words import FEWER_SAMPLES, FUNCTION, Finding, Place, Verdict
 
@@ -61,8 +61,8 @@ def ask(found: Examination) -> list[Finding]:
 def _told_of_draws(found: Examination, located: tuple[str, Difference] | None) -> list[Finding]:
     """What is to be said where the two draw other random numbers; [] where they do not, or nothing is.
 
-    In eval mode random layers draw nothing. It is looked at as the two begin, not as a training step leaves
-    them, since random numbers went into that.
+    In eval mode random layers draw nothing. It is looked at on the weights and averages that the two begin
+    with, not on those that a training step leaves, since random numbers went into them.
     """
     drawn = drawn_otherwise(found, located)
     if drawn is None and not draw_apart(found):
@@ -83,7 +83,7 @@ def _in_eval_mode(found: Examination) -> list[Finding]:
     if not any(module.training for module in found.pair.reference.modules()):
         return []
     try:
-        return ask(Examination(found.pair.stilled(), found.batch, trains=found.trains))
+        return ask(Examination(after_a_call(found), found.batch, trains=found.trains))
     except CannotRunError:
         return []
 

@@ -8,6 +8,7 @@ spread over many seeds of the outputs, and of what eval mode gives after them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,9 +19,11 @@ from driftlab.arithmetic.local import Local
 from driftlab.arithmetic.passes import Recorded, own_inputs
 from driftlab.blame import unless_ours
 from driftlab.fold.layout import flat
+from driftlab.fold.unfold import floating_tensors
 from driftlab.network.calling import copied, evaluation_mode, named_leaves, random_state, seed_random_layers
 from driftlab.network.modules import lies_in
 from driftlab.network.outputs import Leaves, Outputs
+from driftlab.network.pair import Pair
 from driftlab.probes.examination import Examination
 from driftlab.probes.probe import Probe
 from driftlab.words import Finding, Place, Verdict
@@ -140,6 +143,24 @@ def drawn_otherwise(found: Examination, located: tuple[str, Difference] | None) 
         f"and spreads within {max(sigmas, kept):.1f} standard errors); runs cannot be compared step by step"
     )
     return PROBE.finding(max(sigmas, kept), Verdict.NONDETERMINISTIC, says, Place(module, "forward", 0))
+
+
+def after_a_call(found: Examination) -> Pair:
+    """The pair in eval mode after a training call of each: as both begin, but that a call was counted.
+
+    Weights and floating buffers are put back, since random numbers may have gone into those.
+    """
+    called = []
+    for network in (found.pair.reference, found.pair.candidate):
+        twin = copied(network)
+        start = {name: tensor.clone() for name, tensor in floating_tensors(twin).items()}
+        seed_random_layers(found.pair.seed)
+        found.whole.called(twin, own_inputs(found.whole))
+        for name, tensor in floating_tensors(twin).items():
+            if tensor.shape == start.get(name, tensor).shape:  # a buffer may grow
+                tensor.copy_(start.get(name, tensor))
+        called.append(twin.eval())
+    return replace(found.pair, reference=called[0], candidate=called[1])
 
 
 def draw_apart(found: Examination) -> bool:
