@@ -57,7 +57,9 @@ class Snapshots:
 
     @property
     def last(self) -> int:
-        return max(self._kept)
+        """The last step; of a reference that blew up the last before, since of NaN any two make another."""
+        blown_up = self._run.arm("reference.float32").blown_up_at
+        return max(self._kept) if blown_up is None else max(0, blown_up - 1)
 
     def at(self, step: int) -> tuple[Pair, Batch]:
         """Both on the weights that the candidate has before ``step``, and that step's batch."""

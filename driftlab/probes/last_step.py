@@ -22,6 +22,7 @@ def ask_last_step(
     Args:
         earlier: makes the snapshots to search for the first wrong step, where these hold the last alone.
     """
+    steps = min(steps, snapshots.last)
     last = examination_at(snapshots, steps)
     if last.wrong and (strays := snapshots.strays(steps)) and not _wrong_without(snapshots, steps):
         put_back = f"with what has no place in the other as it was at the start ({listed(strays)})"
