@@ -9,8 +9,9 @@ the changed call stands is where the mistake is, in whatever form the candidate 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ RUNS, ELEMENTS, STEPS = 400, 1e8, 10
 UNSIGNED_RUNS, UNSIGNED_CALLS = 800, 60_000
 
 Results = dict[str, Tensor]
+# The calls that stand on a line of code, by the module.
+Lines = Mapping[tuple, Mapping[str, set[int]]]
 
 
 def fitting(
@@ -57,9 +60,10 @@ def fitting(
         return []
     most = ELEMENTS / max(1, mutants.elements)
     trials.runs = min(RUNS, most)
-    found = trials.fitting(mutants.found, mutants.lines) or trials.fitting(mutants.signs, mutants.lines)
+    lines = mutants.lines
+    found = trials.fitting(mutants.found, lines) or trials.fitting(mutants.signs, lines)
     trials.runs = min(UNSIGNED_RUNS, most, UNSIGNED_CALLS / max(1, mutants.calls))
-    return found or trials.fitting(mutants.unsigned, mutants.lines)
+    return found or trials.fitting(mutants.unsigned, lines)
 
 
 class _Trials:
@@ -91,10 +95,10 @@ class _Trials:
         found.finish(self._running, left)
         return found
 
-    def fitting(self, mutants: Sequence[Mutant], lines: dict[tuple, set[int]]) -> list[Mutant]:
-        """Those that fit, alone or at every call on their line; of the first kind that has any."""
+    def fitting(self, mutants: Sequence[Mutant], lines: Lines) -> list[Mutant]:
+        """Those that fit; of the first kind that has any."""
         found: list[Mutant] = []
-        for one in (one for mutant in mutants for one in _alike(mutant, lines)):
+        for one in chain(*_each_line_first(mutants, lines)):
             if self.runs <= 0 or (found and one.kind is not found[0].kind):
                 break
             found += filter(None, [self._fit(one)])
@@ -161,11 +165,21 @@ class _Trials:
                 return results_of(twin, first.call, first.arithmetic, pass_, first.seed)
 
 
-def _alike(mutant: Mutant, lines: dict[tuple, set[int]]) -> Iterator[Mutant]:
-    yield mutant
-    calls = lines.get(mutant.line, ())
-    if len(calls) > 1 and min(calls) in mutant.calls:
-        yield replace(mutant, calls=frozenset(calls))
+def _each_line_first(mutants: Sequence[Mutant], lines: Lines) -> tuple[Collection[Mutant], list[Mutant]]:
+    """With all calls that a module makes on a line, in a loop, and all modules there; then one call alone."""
+    together: dict[Hashable, Mutant] = {}
+    alone: list[Mutant] = []
+    for mutant in mutants:
+        by_module = lines.get(mutant.line, {})
+        own = by_module.get(mutant.at, set()) | mutant.calls
+        everywhere = own.union(*by_module.values())
+        groups = [own, everywhere] if own < everywhere and min(everywhere) in own else [own]
+        for calls in groups:
+            many = calls > mutant.calls and (mutant.line, mutant.words, mutant.which, frozenset(calls))
+            together.setdefault(many or id(mutant), replace(mutant, calls=frozenset(calls)))
+        if own > mutant.calls:
+            alone.append(mutant)
+    return together.values(), alone
 
 
 def _buffers(network: nn.Module) -> dict[str, Tensor]:

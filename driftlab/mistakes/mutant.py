@@ -46,6 +46,7 @@ class Mutant:
         line: of code, and the place in it, where they stand.
         weights: changes them, in the network that it is given.
         made_in: the module in which the first call is made, where that is another.
+        which: of the changes of a call that have these words.
     """
 
     scope: str
@@ -56,12 +57,18 @@ class Mutant:
     line: tuple = ()
     weights: Callable[[nn.Module], None] = _as_they_are
     made_in: str | None = None
+    which: int = 0
+
+    @property
+    def at(self) -> str:
+        """The module in which the first call is made."""
+        return self.scope if self.made_in is None else self.made_in
 
     def away(self, module: str) -> int:
         """How many steps lie between it and a module."""
-        own = self.scope if self.made_in is None else self.made_in
-        shared = common([own, module])
-        return sum(n.count(".") + bool(n) for n in (own, module)) - 2 * (shared.count(".") + bool(shared))
+        shared = common([self.at, module])
+        steps = sum(n.count(".") + bool(n) for n in (self.at, module))
+        return steps - 2 * (shared.count(".") + bool(shared))
 
     @property
     def said(self) -> str:

@@ -63,7 +63,7 @@ class Mutants:
         found: mutants that are tried wherever they can be.
         signs: others, of which the candidate comes by the changed result.
         unsigned: others, which are tried last.
-        lines: the calls that stand on one line.
+        lines: the calls that stand on one line, by the module.
         calls, elements: that were seen, and of all their results.
     """
 
@@ -83,7 +83,7 @@ class Mutants:
         self.found: list[Mutant] = []
         self.signs: list[Mutant] = []
         self.unsigned: list[Mutant] = []
-        self.lines: defaultdict[tuple, set[int]] = defaultdict(set)
+        self.lines: defaultdict[tuple, dict[str, set[int]]] = defaultdict(dict)
         self._lines_of: defaultdict[str, set[tuple]] = defaultdict(set)  # by the module
         self.calls = self.elements = self._looked_at = 0
         self._indices, self._handed = Indices(), Handed()
@@ -94,8 +94,8 @@ class Mutants:
         self.calls += 1
         self.elements += sum(t.numel() for t in parts(out))
         line = (*caller(), call.name)
-        self.lines[line].add(number)
         scope = module_at_work(self._names) or self._scopes.now
+        self.lines[line].setdefault(scope, set()).add(number)
         self._lines_of[scope].add(line[:-1])
         self._indices.see(number, scope, call)
         self._handed.see(number, call, self._scopes.entered, earlier)
@@ -183,7 +183,7 @@ class Mutants:
                         _put_back(call, given)
                     if [t.shape for t in parts(made)] == shapes:
                         change = partial(_mutated, operator, words, which)
-                        yield replace(here, words=words, kind=operator, change=change), made
+                        yield replace(here, words=words, kind=operator, change=change, which=which), made
 
 
 def _put_back(call: Call, given: Sequence[Tensor]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import median
 
+from torch import nn
+
 from driftlab.arithmetic.constants import own_constants
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import BACKWARD, SAME_BORDERS, first_wrong
@@ -92,6 +94,8 @@ def _where_a_value_would(pair: Pair, place: Place, value: Exchanged) -> Place:
         return _where_more_is_done(pair, place, value)
     several = len(value.scopes) > 1  # where one module makes it all, it is that module
     callers = {scope.rpartition(".")[0] for scope in value.scopes} if several else set()
+    if len(callers) == 1 and all(_torchs(pair, s) for s in value.scopes) and not _is_in_turn(pair, *callers):
+        return replace(place, module=_called(pair, *callers), candidate_module=value.candidate_scope)
     if place.module and place.module in value.scopes | callers:
         return place
     return replace(place, module=_called(pair, value.scope), candidate_module=value.candidate_scope)
@@ -100,16 +104,39 @@ def _where_a_value_would(pair: Pair, place: Place, value: Exchanged) -> Place:
 def _where_more_is_done(pair: Pair, place: Place, value: Exchanged) -> Place:
     """To a value that both have: by who goes on with it, if that is one module, else by who makes it.
 
-    A norm that takes the mean away as well is one that is given a value without its mean. What is done before
-    or behind torch's own layers is their caller's affair.
+    A norm that takes the mean away as well is one that is given a value without its mean. But a layer of
+    torch's own does what it does: what is done before or behind it is the affair of who calls it, or made the
+    value for it.
     """
-    if place.module and place.module in value.users:  # be it who calls the one that makes it
-        return place
-    users = {user for user in value.users if not lies_in(value.scope, user)}
-    module = users.pop() if len(users) == 1 else value.scope
-    if is_torchs(pair.reference.get_submodule(module)):
-        module = module.rpartition(".")[0]
-    return replace(place, module=_called(pair, module), candidate_module=value.candidate_scope)
+    if place.module and place.module in value.users and not _torchs(pair, place.module):
+        return place  # be it who calls the one that makes it
+    around = {user for user in value.users if lies_in(value.scope, user)}
+    users = value.users - around
+    module = next(iter(users)) if len(users) == 1 else value.scope
+    if users and around:  # who hands it on goes on with it as well
+        module = max(around, key=len)
+    if _torchs(pair, module):
+        module = value.scope if lies_in(module, value.scope) and module != value.scope else _caller(module)
+    return replace(place, module=_written(pair, module), candidate_module=value.candidate_scope)
+
+
+def _torchs(pair: Pair, module: str) -> bool:
+    return is_torchs(pair.reference.get_submodule(module))
+
+
+def _caller(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def _written(pair: Pair, module: str) -> str:
+    """The module itself, or the one around it whose code is no list of modules to be called in turn."""
+    while module and _is_in_turn(pair, module):
+        module = _caller(_called(pair, module))
+    return _called(pair, module)
+
+
+def _is_in_turn(pair: Pair, module: str) -> bool:
+    return type(pair.reference.get_submodule(_called(pair, module))) is nn.Sequential
 
 
 def _at(pair: Pair, module: str, pass_: str) -> Place:

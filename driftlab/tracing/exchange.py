@@ -34,6 +34,8 @@ RUNS, NUMBERS = 400, 2e9
 LAYOUTS, AXES, LARGEST = 2, 4, 2**18
 # Runs in which a value before one that fits is looked for; pairs soon after what both have, at a time.
 BEFORE, SOON = 100, 30
+# Two values that both have come as late as one so many operations further on.
+LATER = 3
 
 # A value of the candidate's and one of the reference's that it may stand for.
 Pair = tuple[int, int]
@@ -120,7 +122,7 @@ class _Search:
 
     def _soon(self) -> list[Pair]:
         own, others = self._own.depth, self._others.depth
-        soonest = nsmallest(SOON, self._apart, key=lambda p: own[p[1]] + others[p[0]])
+        soonest = nsmallest(SOON, self._apart, key=lambda p: own[p[1]] + others[p[0]] or LATER)
         return [(spot, number) for number, spot in soonest]
 
     def _changes(self, number: int, spot: int, partners: Mapping[int, int]) -> Iterator[Change]:
@@ -142,7 +144,7 @@ class _Search:
             made = max(values[made].inputs)
         lacked = (n for n in own.before(spot, fit) if n == spot or not own.shared[n])
         scopes = frozenset(values[n].scope for n in lacked if values[n].made_by[0])
-        users = frozenset(values[n].scope for n in own.uses[made])
+        users = frozenset(values[n].scope for n in own.users(made))
         candidate_scope = self._others.flow.values[number].scope
         return Exchanged(values[made].scope, scopes, candidate_scope, own.shared[made], users)
 

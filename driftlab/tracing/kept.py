@@ -93,26 +93,35 @@ class Kept:
         return alike if len(alike) == 1 else []
 
     def takes(self, others: Kept, number: int) -> Iterator[int]:
-        """The values that ``number`` of the other's may stand for: of its size, and made of the same."""
+        """The values that ``number`` of the other's may stand for: of its size, and made of the same.
+
+        Of two that both networks have the one may be made of the other, or both of the same.
+        """
         size, sources = others.tensors[number].numel(), others._made_of[number]
         for spot in self._before_the_loss:
             if self.shared[spot] and others.depth[number] > MORE:
                 continue
             if self.tensors[spot].numel() == size:
-                alike = self._made_of_theirs(spot)
-                if alike == sources == set() or not alike.isdisjoint(sources):
+                both = self.shared[spot] and others.shared[number]
+                alike = self._made_of_theirs(spot, *(self._read_shared(spot) if both else ()))
+                made_of = sources | (others._read_shared(number) if both else set())
+                if alike == made_of == set() or not alike.isdisjoint(made_of):
                     yield spot
+
+    def _read_shared(self, number: int) -> set[int]:
+        return {i for i in self.flow.values[number].inputs if self.shared[i]}
 
     @cached_property
     def _before_the_loss(self) -> list[int]:
         before = before_the_loss(self.flow)
         return [n for n in self.offered if n in before]
 
-    def _made_of_theirs(self, number: int) -> set[int]:
-        """The other's values that look like those that it is made of."""
-        if number not in self._alike:
-            self._alike[number] = {found for n in self._made_of[number] for found in self._theirs(n)}
-        return self._alike[number]
+    def _made_of_theirs(self, *numbers: int) -> set[int]:
+        """The other's values that look like those that these are made of."""
+        for number in numbers:
+            if number not in self._alike:
+                self._alike[number] = {found for n in self._made_of[number] for found in self._theirs(n)}
+        return set().union(*(self._alike[n] for n in numbers))
 
     def _theirs(self, number: int) -> list[int]:
         """The other's values that look like one of its own; where none does, like its slices."""
@@ -140,8 +149,17 @@ class Kept:
         lacked = reached([number], self.lacked)
         return (lacked | {i for n in lacked for i in values[n].inputs if i in self._offered}) - past
 
+    def users(self, number: int) -> set[int]:
+        """What is made of a value, or of a copy of it; copies apart."""
+
+        def copies(at: int) -> list[int]:
+            return [n for n in self._uses[at] if self.original[n] == self.original[number]]
+
+        copied = reached([number], copies)
+        return {n for at in copied for n in self._uses[at]} - copied
+
     @cached_property
-    def uses(self) -> list[list[int]]:
+    def _uses(self) -> list[list[int]]:
         return self.flow.uses()
 
     @cached_property
