@@ -34,6 +34,7 @@ from driftlab.mistakes.mutations import (
     numbered,
 )
 from driftlab.mistakes.orders import ORDERS
+from driftlab.mistakes.swapped import Swapped
 from driftlab.mistakes.torch_call import Call
 from driftlab.mistakes.weight_mutations import weight_mutations
 from driftlab.network.modules import is_torchs
@@ -86,7 +87,7 @@ class Mutants:
         self.lines: defaultdict[tuple, dict[str, set[int]]] = defaultdict(dict)
         self._lines_of: defaultdict[str, set[tuple]] = defaultdict(set)  # by the module
         self.calls = self.elements = self._looked_at = 0
-        self._indices, self._handed = Indices(), Handed()
+        self._indices, self._handed, self._swapped = Indices(), Handed(), Swapped()
         self._norms: defaultdict[tuple, dict[int, Call]] = defaultdict(dict)  # by the module and the weight
 
     def look(self, number: int, call: Call, earlier: Sequence[Tensor]) -> Any:
@@ -99,6 +100,7 @@ class Mutants:
         self._lines_of[scope].add(line[:-1])
         self._indices.see(number, scope, call)
         self._handed.see(number, call, self._scopes.entered, earlier)
+        self._swapped.see(number, scope, self._handed_by(scope), call, out)
         kept = number in self._frontier
         if not kept and self._had.get(number):  # the candidate's call is right
             return out
@@ -132,7 +134,8 @@ class Mutants:
             twin: the network that runs.
             left: its buffers that a call changes, as it leaves them.
         """
-        self.unsigned += (*self._together(), *self._indices.mutants(), *self._handed.mutants())
+        together = self._together(), self._swapped.mutants()
+        self.unsigned += chain(*together, self._indices.mutants(), self._handed.mutants())
         changes = weight_mutations(twin, left)
         self.unsigned += (Mutant(owner, words, WEIGHTS, weights=change) for owner, words, change in changes)
         self.found = [self._of_a_caller(m) for m in self.found]

@@ -94,8 +94,6 @@ def _where_a_value_would(pair: Pair, place: Place, value: Exchanged) -> Place:
         return _where_more_is_done(pair, place, value)
     several = len(value.scopes) > 1  # where one module makes it all, it is that module
     callers = {scope.rpartition(".")[0] for scope in value.scopes} if several else set()
-    if len(callers) == 1 and all(_torchs(pair, s) for s in value.scopes) and not _is_in_turn(pair, *callers):
-        return replace(place, module=_called(pair, *callers), candidate_module=value.candidate_scope)
     if place.module and place.module in value.scopes | callers:
         return place
     return replace(place, module=_called(pair, value.scope), candidate_module=value.candidate_scope)

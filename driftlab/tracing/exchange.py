@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
-from itertools import chain, permutations, product
+from itertools import permutations, product
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class _Search:
         self._copies: defaultdict[Pair, list[Pair]] = defaultdict(list)
         for number, spot in self._apart:
             self._copies[others.original[number], own.original[spot]].append((number, spot))
-        self._least, self._again = 0.0, False
+        self._least, self._waits = 0.0, trial.left / 2
         self.found: Exchanged | None = None
 
     def narrows(self) -> bool:
@@ -103,8 +103,7 @@ class _Search:
         own, others = self._own, self._others
         partners = _nearest(self._apart)
         order = sorted(partners.items(), key=lambda p: (own.depth[p[0]], others.depth[p[1]]))
-        soon, self._again = self._soon() if self._again else (), True
-        for spot, number in chain(soon, order):
+        for spot, number in self._in_turn(order):
             if self._trial.left <= self._least:
                 return False
             if (number, spot) not in self._apart:  # a copy of what was tried
@@ -119,6 +118,15 @@ class _Search:
                 self._apart = {p: far for p, far in self._apart.items() if p[0] in theirs and p[1] in mine}
                 return len(self.found.scopes) > 1  # else it lies in one module
         return bool(partners)
+
+    def _in_turn(self, order: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+        """These, and those that come soonest: when half of the runs are left, and first in later rounds."""
+        for pair in order:
+            if self._trial.left <= self._waits:
+                self._waits = -math.inf
+                yield from self._soon()
+            yield pair
+        self._waits = math.inf
 
     def _soon(self) -> list[Pair]:
         own, others = self._own.depth, self._others.depth
@@ -143,7 +151,8 @@ class _Search:
         while not values[made].made_by[0] and values[made].inputs:  # it was written into
             made = max(values[made].inputs)
         lacked = (n for n in own.before(spot, fit) if n == spot or not own.shared[n])
-        scopes = frozenset(values[n].scope for n in lacked if values[n].made_by[0])
+        made_there = (n for n in lacked if values[n].made_by[0] and values[n].prints is not None)
+        scopes = frozenset(values[n].scope for n in made_there)
         users = frozenset(values[n].scope for n in own.users(made))
         candidate_scope = self._others.flow.values[number].scope
         return Exchanged(values[made].scope, scopes, candidate_scope, own.shared[made], users)

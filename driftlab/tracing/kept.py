@@ -103,6 +103,8 @@ class Kept:
                 continue
             if self.tensors[spot].numel() == size:
                 both = self.shared[spot] and others.shared[number]
+                if both and self.flow.values[spot].part and others.flow.values[number].part:
+                    continue  # rows of one table
                 alike = self._made_of_theirs(spot, *(self._read_shared(spot) if both else ()))
                 made_of = sources | (others._read_shared(number) if both else set())
                 if alike == made_of == set() or not alike.isdisjoint(made_of):
