@@ -14,14 +14,20 @@ from bench.tasks import Task
 SAME = ("round_off", "bit_identical")
 
 
-def right(task: Task, name: str, kind: str, make: Callable, **options: object) -> None:
-    """Register ``make(model)``, which is the same function, as a case of that name."""
+def right(
+    task: Task, name: str, kind: str, make: Callable, diverges: bool = False, **options: object
+) -> None:
+    """Register ``make(model)``, which is the same function, as a case of that name.
+
+    Args:
+        diverges: whether the reference does, trained as ``diagnose`` trains where nothing else is said.
+    """
 
     def rewrite(model: nn.Module) -> nn.Module:
         return make(model)
 
     rewrite.__name__, rewrite.__module__ = name, make.__module__
-    case(SAME, kind, task, **options)(rewrite)
+    case((*SAME, "unstable") if diverges else SAME, kind, task, **options)(rewrite)
 
 
 def wrong_under(options: dict, task: Task, make: Callable, **faults: tuple) -> None:

@@ -182,8 +182,8 @@ class TokensInOneRow(Port):
         return values[place == 0, 0], nodes[:, 1:]
 
 
-right(task, "graphormer_of_half_blocks", "a tree of other modules", GraphsInHalves)
-right(task, "graphormer_of_tokens_in_one_row", "flat code, packed tokens", TokensInOneRow)
+right(task, "graphormer_of_half_blocks", "a tree of other modules", GraphsInHalves, True)
+right(task, "graphormer_of_tokens_in_one_row", "flat code, packed tokens", TokensInOneRow, True)
 ENCODER = "encoder.graph_encoder"
 BIAS, FEATURE, LAYERS = (f"{ENCODER}.{x}" for x in ("graph_attn_bias", "graph_node_feature", "layers"))
 DEGREE, LAST = (FEATURE, f"{FEATURE}.out_degree_encoder"), (f"{LAYERS}.2.self_attn", f"{LAYERS}.2")

@@ -185,8 +185,14 @@ class FlatDreams(Port):
 
 
 SAMPLE, CELL = ("dynamics._sample", "dynamics"), ("dynamics._cell.GRU_norm", "dynamics._cell")
-right(task, "dreamer_as_a_tree_of_blends", "weights split by input, one table for the latents", TreeOfDreams)
-right(task, "dreamer_time_first_in_flat_code", "windows, folds, weights in lists", FlatDreams)
+right(
+    task,
+    "dreamer_as_a_tree_of_blends",
+    "weights split by input, one table for the latents",
+    TreeOfDreams,
+    True,
+)
+right(task, "dreamer_time_first_in_flat_code", "windows, folds, weights in lists", FlatDreams, True)
 wrong(
     task,
     TreeOfDreams,

@@ -209,6 +209,12 @@ def _verdict(found: dict[str, Evidence], subject: str, place: Place | None, cont
     return Verdict.ROUND_OFF if drifts_alike else Verdict.INCONCLUSIVE
 
 
+def _all_fell(records: Sequence[SeedRecord], subject: str) -> bool:
+    """Whether rounding decided nothing: no arm of float32 came through."""
+    arms = outcomes_over_seeds(records, subject)["fell_over"].values()
+    return all(fell for seeds in arms for fell in seeds.values())
+
+
 _SENTENCES = {
     Verdict.BIT_IDENTICAL: "the {subject} does not differ from its reference in any bit",
     Verdict.ROUND_OFF: "the same function: what differs is rounding, and it grows as it does in the control",
@@ -242,6 +248,9 @@ def _headline(
         return (
             f"the same function in eval mode, which alone was asked about: what differs is rounding ({seeds})"
         )
+    if verdict is Verdict.UNSTABLE and _all_fell(records, subject):
+        says = "the same function, but the training diverges, the reference's as well, in every run"
+        return f"{says} ({seeds}): choose a smaller learning rate"
     if verdict is not Verdict.INCONCLUSIVE:
         in_16_bits = any(probe.endswith(FROM_FLOAT32.name) for probe in found)
         promise = "the reference keeps" if in_16_bits else "float32 promises"

@@ -207,6 +207,48 @@ def test_where_the_reference_overflows_nan_is_held_against_nobody(rate):
     assert diagnose(network(), rewrite, batches(count=2), optimizer=steep).verdict is Verdict.UNSTABLE
 
 
+class Masked(nn.Module):
+    """Says nothing of what is padding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def summed(self, x):
+        return self.down(x)
+
+    def kept(self, y, real):
+        return y.masked_fill(~real, 0.0)
+
+    def forward(self, x, real):
+        return self.kept(self.summed(self.up(x).exp())[..., 0], real)
+
+
+class Multiplied(Masked):
+    """The same of finite numbers; 0 times what is none is none."""
+
+    def summed(self, x):
+        (left, right), (a, b) = x.chunk(2, -1), self.down.weight.chunk(2, 1)
+        return left @ a.T + right @ b.T + self.down.bias
+
+    def kept(self, y, real):
+        return y * real
+
+
+def test_what_padding_becomes_when_the_reference_has_blown_up_is_no_fault():
+    def rewrite(model):
+        model.__class__ = Multiplied
+        return model
+
+    torch.manual_seed(1)
+    real = torch.arange(5) < torch.tensor([[5], [3], [4], [2]])
+    padded = [((3 * torch.randn(4, 5, 6), real), torch.randn(4, 5)) for _ in range(2)]
+    found = diagnose(Masked(), rewrite, padded, loss=F.mse_loss)
+    assert found.verdict is Verdict.UNSTABLE
+    assert "the reference's as well" in found.headline
+
+
 def decaying(parameters):
     return torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1)
 
