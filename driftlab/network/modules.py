@@ -87,6 +87,13 @@ def only_holds(module: nn.Module) -> bool:
     return made is vars(nn.Module)["forward"] and "forward" not in vars(module)
 
 
+def called(network: nn.Module, module: str) -> str:
+    """The module itself, or the one that calls what a list or a dict of modules holds."""
+    while module and only_holds(network.get_submodule(module)):
+        module = module.rpartition(".")[0]
+    return module
+
+
 def is_rewritten(mine: nn.Module, theirs: nn.Module) -> bool:
     """Whether the two may compute differently: another class, setting, hook or ``forward``, here or below."""
     parts, others = list(mine.named_modules()), list(theirs.named_modules())

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from statistics import median
-
-from torch import nn
 
 from driftlab.arithmetic.constants import own_constants
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import BACKWARD, SAME_BORDERS, first_wrong
 from driftlab.blame import unless_ours
 from driftlab.fold import Fold
-from driftlab.network.modules import common_parent, is_torchs, lies_in, only_holds
+from driftlab.network.modules import called, common_parent, lies_in
 from driftlab.network.pair import Pair
 from driftlab.probes.counterfactual import counterfactual, gradient_stop
 from driftlab.probes.examination import Examination
+from driftlab.probes.exchanged_place import where_a_value_would
 from driftlab.tracing.exchange import Exchanged
 from driftlab.tracing.parting import FORWARD, Traced, parting
 from driftlab.words import Place, Verdict
@@ -78,67 +76,15 @@ def _or_where_a_call_would(
     if would is None:
         return place, difference, ""
     if isinstance(would, Exchanged):
-        return _where_a_value_would(found.pair, place, would), difference, ""
+        return where_a_value_would(found.pair, place, would), difference, ""
     if place.module != would.scope:
         place = _at(found.pair, would.scope, place.pass_)
     where = f" in `{would.scope}`" if would.scope else ""
     return place, difference, f"{would.said}{where} would do that"
 
 
-def _where_a_value_would(pair: Pair, place: Place, value: Exchanged) -> Place:
-    """The same, where that lies before the value that the candidate's is put in the place of.
-
-    Or where it calls what lies before it, in several modules.
-    """
-    if value.besides:
-        return _where_more_is_done(pair, place, value)
-    several = len(value.scopes) > 1  # where one module makes it all, it is that module
-    callers = {scope.rpartition(".")[0] for scope in value.scopes} if several else set()
-    if place.module and place.module in value.scopes | callers:
-        return place
-    return replace(place, module=_called(pair, value.scope), candidate_module=value.candidate_scope)
-
-
-def _where_more_is_done(pair: Pair, place: Place, value: Exchanged) -> Place:
-    """To a value that both have: by who goes on with it, if that is one module, else by who makes it.
-
-    A norm that takes the mean away as well is one that is given a value without its mean. But a layer of
-    torch's own does what it does: what is done before or behind it is the affair of who calls it, or made the
-    value for it.
-    """
-    if place.module and place.module in value.users and not _torchs(pair, place.module):
-        return place  # be it who calls the one that makes it
-    around = {user for user in value.users if lies_in(value.scope, user)}
-    users = value.users - around
-    module = next(iter(users)) if len(users) == 1 else value.scope
-    if users and around:  # who hands it on goes on with it as well
-        module = max(around, key=len)
-    if _torchs(pair, module):
-        module = value.scope if lies_in(module, value.scope) and module != value.scope else _caller(module)
-    return replace(place, module=_written(pair, module), candidate_module=value.candidate_scope)
-
-
-def _torchs(pair: Pair, module: str) -> bool:
-    return is_torchs(pair.reference.get_submodule(module))
-
-
-def _caller(module: str) -> str:
-    return module.rpartition(".")[0]
-
-
-def _written(pair: Pair, module: str) -> str:
-    """The module itself, or the one around it whose code is no list of modules to be called in turn."""
-    while module and _is_in_turn(pair, module):
-        module = _caller(_called(pair, module))
-    return _called(pair, module)
-
-
-def _is_in_turn(pair: Pair, module: str) -> bool:
-    return type(pair.reference.get_submodule(_called(pair, module))) is nn.Sequential
-
-
 def _at(pair: Pair, module: str, pass_: str) -> Place:
-    return Place(_called(pair, module), pass_, 0, pair.counterparts.get(module))
+    return Place(called(pair.reference, module), pass_, 0, pair.counterparts.get(module))
 
 
 def _holds_others(pair: Pair, module: str) -> bool:
@@ -168,7 +114,7 @@ def _placed(
         if not module and (deeper := first_wrong(found.local, shown, deeper=True)):
             module, difference = deeper
         return _of(pair, module, difference)
-    at = _called(pair, parted[0])
+    at = called(pair.reference, parted[0])
     place = Place(at, _pass_of(pass_, at, wrong), 0, parted[1])
     if damped and lies_in(module, place.module):  # the border moved: what is seen of it is the parent's
         return place, (place.module and found.local.wrong(place.module)) or wrong[0]
@@ -210,14 +156,9 @@ def _earliest(found: Examination, wrong: list[Difference]) -> Difference:
 def _of(pair: Pair, module: str, difference: Difference) -> tuple[Place, Difference]:
     if difference.pass_ == "buffer" and lies_in(difference.name, module):  # nobody else writes into it
         module = difference.name.rpartition(".")[0]
-    return Place(_called(pair, module), difference.pass_, 0, pair.counterparts.get(module)), difference
-
-
-def _called(pair: Pair, module: str) -> str:
-    """The module itself, or the one that calls what a list or a dict of modules holds."""
-    while module and only_holds(pair.reference.get_submodule(module)):
-        module = module.rpartition(".")[0]
-    return module
+    return Place(
+        called(pair.reference, module), difference.pass_, 0, pair.counterparts.get(module)
+    ), difference
 
 
 def _may_be_moved(found: Examination, module: str, difference: Difference) -> bool:
@@ -288,7 +229,7 @@ def bits_lost(found: Examination, narrow: list[Difference]) -> Place:
 
     both = Traced(pair.reference, ends, keeps), Traced(pair.candidate, ends, lambda n: keeps(own.get(n)))
     parted = _followed(found, *both, "float32", first.pass_)
-    return Place(_called(pair, parted[0]), first.pass_, 0, parted[1]) if parted else place
+    return Place(called(pair.reference, parted[0]), first.pass_, 0, parted[1]) if parted else place
 
 
 def _other_weights(found: Examination, difference: Difference) -> Place | None:

@@ -1,0 +1,67 @@
+"""Where a value is made, or gone on with, that makes the candidate's results of the reference's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import nn
+
+from driftlab.network.modules import called, is_torchs, lies_in
+from driftlab.network.pair import Pair
+from driftlab.tracing.exchange import Exchanged
+from driftlab.words import Place
+
+
+def where_a_value_would(pair: Pair, place: Place, value: Exchanged) -> Place:
+    """The place, where that lies before the value that the candidate's is put in the place of.
+
+    Or where it calls what lies before it, in several modules. Else the module that makes the value.
+
+    Args:
+        place: where the flow of values parts.
+    """
+    if value.besides:
+        return _where_more_is_done(pair, place, value)
+    several = len(value.scopes) > 1  # where one module makes it all, it is that module
+    callers = {scope.rpartition(".")[0] for scope in value.scopes} if several else set()
+    if place.module and place.module in value.scopes | callers:
+        return place
+    return replace(place, module=called(pair.reference, value.scope), candidate_module=value.candidate_scope)
+
+
+def _where_more_is_done(pair: Pair, place: Place, value: Exchanged) -> Place:
+    """To a value that both have: by who goes on with it, if that is one module, else by who makes it.
+
+    A norm that takes the mean away as well is one that is given a value without its mean. But a layer of
+    torch's own does what it does: what is done before or behind it is the affair of who calls it, or made the
+    value for it.
+    """
+    if place.module and place.module in value.users and not _torchs(pair, place.module):
+        return place  # be it who calls the one that makes it
+    around = {user for user in value.users if lies_in(value.scope, user)}
+    users = value.users - around
+    module = next(iter(users)) if len(users) == 1 else value.scope
+    if users and around:  # who hands it on goes on with it as well
+        module = max(around, key=len)
+    if _torchs(pair, module):
+        module = value.scope if lies_in(module, value.scope) and module != value.scope else _caller(module)
+    return replace(place, module=_written(pair, module), candidate_module=value.candidate_scope)
+
+
+def _torchs(pair: Pair, module: str) -> bool:
+    return is_torchs(pair.reference.get_submodule(module))
+
+
+def _caller(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def _written(pair: Pair, module: str) -> str:
+    """The module itself, or the one around it whose code is no list of modules to be called in turn."""
+    while module and _is_in_turn(pair, module):
+        module = _caller(called(pair.reference, module))
+    return called(pair.reference, module)
+
+
+def _is_in_turn(pair: Pair, module: str) -> bool:
+    return type(pair.reference.get_submodule(called(pair.reference, module))) is nn.Sequential
