@@ -81,7 +81,8 @@ def exchanged(mine: Again, theirs: Again, agrees: Callable[[dict[str, Tensor]], 
 class _Search:
     """Pairs of which each is the other's nearest are tried, then those that are so among the others.
 
-    And those that come soonest after what both have, where a mistake may leave nothing near.
+    And those that come soonest after what both have, where a mistake may leave nothing near: when half of the
+    runs are left, and first in later rounds.
 
     Attributes:
         found: by the first that fits; then by one of those before it, if that fits as well.
@@ -103,7 +104,8 @@ class _Search:
         own, others = self._own, self._others
         partners = _nearest(self._apart)
         order = sorted(partners.items(), key=lambda p: (own.depth[p[0]], others.depth[p[1]]))
-        for spot, number in self._in_turn(order):
+        waits, self._waits = self._waits, math.inf
+        for spot, number in self._in_turn(order, waits):
             if self._trial.left <= self._least:
                 return False
             if (number, spot) not in self._apart:  # a copy of what was tried
@@ -119,14 +121,13 @@ class _Search:
                 return len(self.found.scopes) > 1  # else it lies in one module
         return bool(partners)
 
-    def _in_turn(self, order: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """These, and those that come soonest: when half of the runs are left, and first in later rounds."""
+    def _in_turn(self, order: Sequence[tuple[int, int]], waits: float) -> Iterator[tuple[int, int]]:
+        """These, and those that come soonest once no more runs are left than it ``waits`` for."""
         for pair in order:
-            if self._trial.left <= self._waits:
-                self._waits = -math.inf
+            if self._trial.left <= waits:
+                waits = -math.inf
                 yield from self._soon()
             yield pair
-        self._waits = math.inf
 
     def _soon(self) -> list[Pair]:
         own, others = self._own.depth, self._others.depth
