@@ -23,7 +23,7 @@ def where_a_value_would(pair: Pair, place: Place, value: Exchanged) -> Place:
     if value.besides:
         return _where_more_is_done(pair, place, value)
     several = len(value.scopes) > 1  # where one module makes it all, it is that module
-    callers = {scope.rpartition(".")[0] for scope in value.scopes} if several else set()
+    callers = set(map(_caller, value.scopes)) if several else set()
     if place.module and place.module in value.scopes | callers:
         return place
     return replace(place, module=called(pair.reference, value.scope), candidate_module=value.candidate_scope)

@@ -154,7 +154,7 @@ def _from_curves(records: Sequence[SeedRecord], subject: str, probes: list[Findi
         if strange
         else f"not the same function in 16 bits: {beyond.reading}"
         if beyond and verdict is Verdict.BUG
-        else _headline(verdict, found, subject, place, records)
+        else _headline(verdict, found, subject, place, records, outcomes)
     )
     if unseen and not failed and verdict is Verdict.INCONCLUSIVE:
         headline = f"{unseen.reading} ({counted(len(records), 'seed')})"
@@ -209,10 +209,9 @@ def _verdict(found: dict[str, Evidence], subject: str, place: Place | None, cont
     return Verdict.ROUND_OFF if drifts_alike else Verdict.INCONCLUSIVE
 
 
-def _all_fell(records: Sequence[SeedRecord], subject: str) -> bool:
+def _all_fell(outcomes: dict) -> bool:
     """Whether rounding decided nothing: no arm of float32 came through."""
-    arms = outcomes_over_seeds(records, subject)["fell_over"].values()
-    return all(fell for seeds in arms for fell in seeds.values())
+    return all(fell for seeds in outcomes["fell_over"].values() for fell in seeds.values())
 
 
 _SENTENCES = {
@@ -239,6 +238,7 @@ def _headline(
     subject: str,
     place: Place | None,
     records: Sequence[SeedRecord],
+    outcomes: dict,
 ) -> str:
     n, seeds = len(records), counted(len(records), "seed")
     narrow = [p for p, e in found.items() if e.supports is Verdict.REDUCED_PRECISION]
@@ -248,7 +248,7 @@ def _headline(
         return (
             f"the same function in eval mode, which alone was asked about: what differs is rounding ({seeds})"
         )
-    if verdict is Verdict.UNSTABLE and _all_fell(records, subject):
+    if verdict is Verdict.UNSTABLE and _all_fell(outcomes):
         says = "the same function, but the training diverges, the reference's as well, in every run"
         return f"{says} ({seeds}): choose a smaller learning rate"
     if verdict is not Verdict.INCONCLUSIVE:

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from driftlab import Verdict, diagnose
+from tests.driftlab.flat_port import FlatPort
 
 torch.set_num_threads(1)
 WIDTH = 6
@@ -91,23 +92,10 @@ class Net(nn.Module):
         return said, states * ~begins[..., None]
 
 
-class InOne(nn.Module):
-    def __init__(self, old, fault):
-        super().__init__()
-        self.fault = fault
-        for name, parameter in old.named_parameters():
-            self.register_parameter(name.replace(".", "_"), nn.Parameter(parameter.detach().clone()))
-
-    def of(self, name):
-        return getattr(self, name + "_weight"), getattr(self, name + "_bias")
-
-    def linear(self, name, x):
-        weight, bias = self.of(name)
-        return x @ weight.T + bias
-
+class InOne(FlatPort):
     def norm(self, name, x):
         spread, center = torch.var_mean(x, -1, correction=0, keepdim=True)
-        weight, bias = self.of(name)
+        weight, bias = getattr(self, name + "_weight"), getattr(self, name + "_bias")
         return (x - center) * (spread + 1e-5).rsqrt() * weight + bias
 
     def forward(self, x, begins):

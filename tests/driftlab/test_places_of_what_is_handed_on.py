@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from driftlab import Verdict, diagnose
+from tests.driftlab.flat_port import FlatPort
 
 torch.set_num_threads(1)
 WIDTH = 6
@@ -72,17 +73,8 @@ class Net(nn.Module):
         return self.top(self.halves(x))
 
 
-class InOne(nn.Module):
+class InOne(FlatPort):
     """All of it at once; but for one fault beside a row of zeros, so that no value has its old size."""
-
-    def __init__(self, old, fault):
-        super().__init__()
-        self.fault = fault
-        for name, parameter in old.named_parameters():
-            self.register_parameter(name.replace(".", "_"), nn.Parameter(parameter.detach().clone()))
-
-    def linear(self, name, x):
-        return x @ getattr(self, name + "_weight").T + getattr(self, name + "_bias")
 
     def forward(self, x):
         rows = 0 if self.fault == "part left out" else 1
