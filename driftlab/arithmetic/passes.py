@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
-from driftlab.arithmetic.draws import Float32Draws
+from driftlab.arithmetic.draws import Draws, Float32Draws
 from driftlab.arithmetic.naming import LOSS, Named
 from driftlab.arithmetic.shadow import Shadow, plain, shadow, shadow_arithmetic, shadowed
 from driftlab.arithmetic.shadow_tensor import Native
@@ -186,15 +186,20 @@ def computing(
     nudge: torch.Generator | None = None,
     native: Native = Native.NOTHING,
     compiled: bool = False,
+    draws: Draws | None = None,
 ) -> ExitStack:
-    """Inside, what ``in_arithmetic`` made is run; arguments as of ``run``."""
+    """Inside, what ``in_arithmetic`` made is run; arguments as of ``run``.
+
+    Args:
+        draws: of one that is run again and again.
+    """
     stack = ExitStack()
     if arithmetic.startswith("shadow"):
         stack.enter_context(shadow_arithmetic(nudge, native))
     elif not compiled:
         stack.enter_context(eager())
     if arithmetic.endswith("64"):
-        stack.enter_context(Float32Draws())
+        stack.enter_context(draws.as_float32() if draws else Float32Draws())
     return stack
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.anew import Anew
+from driftlab.arithmetic.draws import Draws
 from driftlab.arithmetic.passes import in_arithmetic
 from driftlab.arithmetic.shadow import held
 from driftlab.mistakes.accused import Accused, are_theirs
@@ -31,7 +32,7 @@ from driftlab.mistakes.torch_call import Call
 from driftlab.network.calling import copied
 from driftlab.network.compiled import eager
 from driftlab.tracing.flow import Flow, Scopes
-from driftlab.tracing.parting import results_of
+from driftlab.tracing.running import results_of
 
 # Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
 RUNS, ELEMENTS, STEPS = 400, 1e8, 10
@@ -77,7 +78,7 @@ class _Trials:
         self._earlier: list[Tensor] = []
         self._scopes = Scopes(self._network, self._entered)
         self._running = in_arithmetic(self._network, first.arithmetic)
-        self._twin = Anew(self._running)
+        self._twin, self._draws = Anew(self._running), Draws()
         self.runs = 0.0
 
     def mutants(self, candidate: Flow, near: str, within: Collection[str] | None) -> Mutants | None:
@@ -157,12 +158,12 @@ class _Trials:
         self._scopes.begin()
         with eager():
             if pass_ == "eval":  # what is evaluated has been trained on the batch
-                results_of(twin, first.call, first.arithmetic, "forward", first.seed)
+                results_of(twin, first.call, first.arithmetic, "forward", first.seed, self._draws)
             self._earlier.clear()
             if mutant is not None:
                 mutant.weights(twin)
             with Calls(self._scopes, self._earlier, change):
-                return results_of(twin, first.call, first.arithmetic, pass_, first.seed)
+                return results_of(twin, first.call, first.arithmetic, pass_, first.seed, self._draws)
 
 
 def _each_line_first(mutants: Sequence[Mutant], lines: Lines) -> tuple[Collection[Mutant], list[Mutant]]:

@@ -18,7 +18,7 @@ from driftlab.mistakes.stopped import Stop, stopped
 from driftlab.network.pair import Pair
 from driftlab.probes.examination import Examination
 from driftlab.tracing.exchange import Exchanged, exchanged
-from driftlab.tracing.parting import FORWARD, Again, flow_of
+from driftlab.tracing.running import FORWARD, Again, flow_of
 
 # A forward pass that is off by so little beside the gradients does not make these wrong.
 BESIDE = 1e-6

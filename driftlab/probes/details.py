@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from driftlab.arithmetic.difference import Difference
-from driftlab.arithmetic.local import FEW_SAMPLES, Local
+from driftlab.arithmetic.local import FEW_SAMPLES
 from driftlab.arithmetic.locating import BACKWARD
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.sizes import batch_of
@@ -26,7 +26,7 @@ def details(found: Examination, module: str, difference: Difference, few: bool, 
         known: what would do that, where it is known already.
     """
     try:
-        case = _whole(found, difference) if not module else _of_module(found.local, module, difference, few)
+        case = _whole(found, difference) if not module else _of_module(found, module, difference, few)
         if case is None:
             return ""
         # of one gradient by itself an explanation says less than what stops all that are wrong
@@ -46,13 +46,14 @@ def _leaves(found: Examination) -> str | None:
 def _whole(found: Examination, difference: Difference) -> Accused | None:
     pair = found.pair
     networks = pair.reference, pair.candidate
-    options = {"seed": pair.seed, "outputs": pair.outputs}
+    options = {"seed": pair.seed, "outputs": pair.outputs, "float64": found.float64}
     return accused(networks, found.whole, difference, pair.comparable, **options)
 
 
-def _of_module(local: Local, module: str, difference: Difference, few: bool) -> Accused | None:
+def _of_module(found: Examination, module: str, difference: Difference, few: bool) -> Accused | None:
     """The call of the module that was found wrong."""
-    options = {"prefixes": local.prefixes(module), "seed": local.seed}
+    local = found.local
+    options = {"prefixes": local.prefixes(module), "seed": local.seed, "float64": found.float64}
     for call in local.calls[module]:
         some = (batch_of(call, FEW_SAMPLES) if few else None) or call
         case = accused(local.pair(module), some, difference, local.read, **options)

@@ -15,7 +15,8 @@ from driftlab.probes.counterfactual import counterfactual, gradient_stop
 from driftlab.probes.examination import Examination
 from driftlab.probes.exchanged_place import where_a_value_would
 from driftlab.tracing.exchange import Exchanged
-from driftlab.tracing.parting import FORWARD, Traced, parting
+from driftlab.tracing.parting import Traced, parting
+from driftlab.tracing.running import FORWARD
 from driftlab.words import Place, Verdict
 
 # What two networks give each other in float32 differs by less; so do the inputs of what lies before a fault.

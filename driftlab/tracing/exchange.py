@@ -25,8 +25,9 @@ from torch import Tensor
 from driftlab.arithmetic.difference import distance
 from driftlab.tracing.cone import reached
 from driftlab.tracing.kept import Kept
-from driftlab.tracing.parting import Again
 from driftlab.tracing.prints import AGREE
+from driftlab.tracing.rewriting import instead
+from driftlab.tracing.running import Again
 
 # Runs of the reference at most, fewer of one that makes many numbers.
 RUNS, NUMBERS = 400, 2e9
@@ -214,7 +215,7 @@ class _Trial:
         self.left -= 1
         made_by = {number: self._values[number].made_by for number in values}
         try:
-            ends = self._mine.results({(made_by[n][0], made_by[n][2]): t for n, t in values.items()})
+            ends = self._mine.results({(made_by[n][0], made_by[n][2]): instead(t) for n, t in values.items()})
         except Exception:  # it does not run so, wherever that shows
             return False
         return self._agrees(ends)

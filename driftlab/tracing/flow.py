@@ -12,21 +12,20 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from driftlab.arithmetic.shadow import held
 from driftlab.network.calling import tensors_in
 from driftlab.network.compiled import DispatchMode
 from driftlab.network.modules import common
 from driftlab.tracing.prints import Prints, Seen, prints
+from driftlab.tracing.rewriting import all_made, written_by
 
 Made = tuple[int, str, int]
 
@@ -153,11 +152,18 @@ class Recorder(DispatchMode):
 
     Args:
         change: of a value by its number, once it was made: it may look at it, or write into it.
+        printed: the numbers of the values whose prints are taken, which takes most of the time; None of all.
     """
 
-    def __init__(self, scopes: Scopes, change: Callable[[int, Value, Tensor], None] | None = None):
+    def __init__(
+        self,
+        scopes: Scopes,
+        change: Callable[[int, Value, Tensor], None] | None = None,
+        printed: Container[int] | None = None,
+    ):
         super().__init__()
         self.flow, self._scopes, self._change, self._operations = Flow(), scopes, change, 0
+        self._printed = printed
         self._made: dict[int, tuple[weakref.ref, int]] = {}
         self._weights: set[int] = set()
         self._written: dict[int, list[int]] = {}  # by the memory that was written into
@@ -165,14 +171,14 @@ class Recorder(DispatchMode):
     def given(self, weights: Iterable[Tensor], batch: Iterable[Tensor]) -> None:
         for tensor, weight in (*((w, True) for w in weights), *((b, False) for b in batch)):
             fed = tensor.is_floating_point()
-            self._keep(tensor, Value("", prints=prints(tensor), fed=fed, given=True, weight=weight))
+            self._keep(tensor, Value("", prints=self._prints(tensor), fed=fed, given=True, weight=weight))
         self._weights = {self.number(tensor) for tensor in weights}
 
     def number(self, tensor: Tensor) -> int:
         """Of the value that a tensor holds now."""
         ref, number = self._made.get(id(tensor), (None, None))
         if ref is None or ref() is not tensor:  # a constant, from outside of what is seen
-            number = self._keep(tensor, Value("", prints=prints(tensor), fed=False, given=True))
+            number = self._keep(tensor, Value("", prints=self._prints(tensor), fed=False, given=True))
         later = [w for w in self._written.get(_memory(tensor), ()) if w > number]
         return self._keep(tensor, self._value((number, *later), tensor)) if later else number
 
@@ -183,8 +189,8 @@ class Recorder(DispatchMode):
         inputs = () if _is_new(func) else tuple(dict.fromkeys(self.number(t) for t in read))
         out = func(*args, **kwargs)
         self._operations += 1
-        changed = _changed(func, args, kwargs)
-        for place, tensor in enumerate(_results(changed, out)):
+        changed = written_by(func, args, kwargs)
+        for place, tensor in enumerate(all_made(changed, out)):
             number = self._keep(tensor, self._value(inputs, tensor, (self._operations, func._opname, place)))
             if place < len(changed):
                 self._written.setdefault(_memory(tensor), []).append(number)
@@ -193,8 +199,12 @@ class Recorder(DispatchMode):
     def _value(self, inputs: tuple[int, ...], tensor: Tensor, made_by: Made = (0, "", 0)) -> Value:
         fed = any(self.flow.values[i].fed for i in inputs)
         weight = bool(inputs) and self._weights.issuperset(inputs)
-        seen = prints(tensor)
-        return Value(self._scopes.now, inputs, seen, fed, weight, weight, made_by)
+        return Value(self._scopes.now, inputs, self._prints(tensor), fed, weight, weight, made_by)
+
+    def _prints(self, tensor: Tensor) -> Prints | None:
+        """Of the value that is made next."""
+        wanted = self._printed is None or len(self.flow.values) in self._printed
+        return prints(tensor) if wanted else None
 
     def _keep(self, tensor: Tensor, value: Value) -> int:
         number = self.flow.add(value)
@@ -206,25 +216,6 @@ class Recorder(DispatchMode):
         return number
 
 
-class Rewriter(DispatchMode):
-    """Operations give other values, each by its number and the place among its results, as in ``Value``."""
-
-    def __init__(self, values: Mapping[tuple[int, int], Tensor]):
-        super().__init__()
-        self._values, self._operations, self._at = values, 0, {number for number, _ in values}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        self._operations += 1
-        if self._operations in self._at:
-            for place, tensor in enumerate(_results(_changed(func, args, kwargs), out)):
-                if (values := self._values.get((self._operations, place))) is not None:
-                    with writing(tensor) as own:
-                        own.copy_(values.reshape(tensor.shape))
-        return out
-
-
 def _memory(tensor: Tensor) -> int:
     """Where its numbers lie; of other kinds of tensors nobody knows, and no two share it."""
     inner = held(tensor)
@@ -232,41 +223,9 @@ def _memory(tensor: Tensor) -> int:
     return inner.untyped_storage().data_ptr() if plain else id(tensor)
 
 
-def move(tensor: Tensor) -> None:
-    """In place, each number by some hundredths of itself and a little more."""
-    generator = torch.Generator().manual_seed(0)
-    with writing(tensor) as values:
-        factors, more = (torch.randn(values.shape, generator=generator).to(values) for _ in range(2))
-        values.mul_(1 + 1e-2 * factors).add_(1e-3 * more)
-
-
-@contextmanager
-def writing(tensor: Tensor) -> Iterator[Tensor]:
-    """Its numbers, to be written into; those in memory of what is expanded."""
-    with _disable_current_modes(), torch.no_grad():
-        values = held(tensor)
-        if any(n > 1 and not step for n, step in zip(values.shape, values.stride(), strict=True)):
-            values = torch.empty(0).to(values).set_(values.untyped_storage())
-        yield values
-
-
 def _is_new(func: Callable) -> bool:
     name = func._opname
     return name.endswith("_like") or name.startswith("new_")
-
-
-def _changed(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
-    found = []
-    for number, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[number] if number < len(args) else kwargs.get(argument.name)
-            found += tensors_in(given)
-    return found
-
-
-def _results(changed: list[Tensor], out: object) -> list[Tensor]:
-    """What an operation wrote into, and what it made."""
-    return changed + [t for t in tensors_in(out) if not any(t is c for c in changed)]
 
 
 Gradients = tuple[list[Prints | None], list[Prints | None]]

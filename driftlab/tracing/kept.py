@@ -12,8 +12,8 @@ from driftlab.arithmetic.shadow import plain
 from driftlab.blame import callers
 from driftlab.tracing.cone import before_the_loss, reached
 from driftlab.tracing.flow import Value
-from driftlab.tracing.parting import Again
 from driftlab.tracing.prints import Seen, same_numbers
+from driftlab.tracing.running import Again
 
 # Numbers that are kept at most.
 LARGEST = 2e7
@@ -40,11 +40,11 @@ class Kept:
 
     def __init__(self, network: Again):
         self.tensors: dict[int, Tensor] = {}
-        self._alike: dict[int, set[int]] = {}
+        self._alike: dict[int, frozenset[int]] = {}
         self._callers: dict[int, tuple] = {}
         self._made: defaultdict[tuple, list[int]] = defaultdict(list)
         self.size, self.full = 0, False
-        self.flow = network.flow(self._keep)
+        self.flow = network.flow(change=self._keep)
         self.seen = self.flow.seen()
 
     def _keep(self, number: int, value: Value, tensor: Tensor) -> None:
@@ -120,18 +120,17 @@ class Kept:
 
     def _made_of_theirs(self, *numbers: int) -> set[int]:
         """The other's values that look like those that these are made of."""
-        for number in numbers:
-            if number not in self._alike:
-                self._alike[number] = {found for n in self._made_of[number] for found in self._theirs(n)}
-        return set().union(*(self._alike[n] for n in numbers))
+        made_of = set().union(*(self._made_of[n] for n in numbers))
+        return set().union(*map(self._theirs, made_of))
 
-    def _theirs(self, number: int) -> list[int]:
+    def _theirs(self, number: int) -> frozenset[int]:
         """The other's values that look like one of its own; where none does, like its slices."""
-        found = self.flow.values[number].prints
-        if found is None:
-            return []
-        slices = (p for axis in found.slices for p in axis)
-        return self._other.find(found.whole) or [n for p in slices for n in self._other.find(p)]
+        if number not in self._alike:
+            found, other = self.flow.values[number].prints, self._other
+            slices = (p for axis in found.slices for p in axis) if found else ()
+            alike = found and (other.find(found.whole) or [n for p in slices for n in other.find(p)])
+            self._alike[number] = frozenset(alike or ())
+        return self._alike[number]
 
     def made_again(self, number: int) -> list[list[int]]:
         """A value and those after it that the module makes so; at its line; called from there; none."""

@@ -11,31 +11,23 @@ gives a fault of the backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from driftlab.arithmetic.anew import Anew
 from driftlab.arithmetic.constants import WITHIN, nudged
-from driftlab.arithmetic.naming import LOSS
-from driftlab.arithmetic.passes import Recorded, computing, in_arithmetic, own_inputs
-from driftlab.arithmetic.shadow import plain
-from driftlab.arithmetic.shadow_tensor import Native
+from driftlab.arithmetic.passes import Recorded
 from driftlab.fold import Fold
-from driftlab.network.calling import evaluation_mode, named_leaves, seed_random_layers, tensors_in
 from driftlab.rounding import UNIT_ROUND_OFF
 from driftlab.tracing.cone import Cone
-from driftlab.tracing.flow import Flow, Recorder, Rewriter, Scopes, Steps, Value
+from driftlab.tracing.flow import Flow
 from driftlab.tracing.prints import AGREE
+from driftlab.tracing.running import FORWARD, Again, flow_of
 from driftlab.tracing.silencing import Silencing
 
 Right = Callable[[str], bool]
-FORWARD = ("forward", "eval")
 # By so many of the reference's own roundings may a right value's sums differ. bfloat16 makes thousands, fewer
 # where few numbers went through it: of three such faults three were placed at 5 and 8, two at 20, one at 90.
 OWN_ROUNDINGS = 8
@@ -86,8 +78,8 @@ def parting(
         if mine.first:
             backward = pass_ not in FORWARD
             if fold is not None and not backward and len(mine.begun()) > 1:
-                record = partial(flow_of, whole=whole, arithmetic=arithmetic, pass_=pass_, seed=seed)
-                silencing = Silencing((reference.network, candidate.network), flows, fold, record)
+                again = partial(Again, whole=whole, arithmetic=arithmetic, pass_=pass_, seed=seed)
+                silencing = Silencing((reference.network, candidate.network), flows, fold, again)
                 mine.keep(silencing.survivors(mine))
             return mine.scope(cut=backward and theirs.is_cut(mine)), theirs.scope_beside(mine)
     return None
@@ -123,128 +115,3 @@ def _roundings(flow: Flow, exact: Flow) -> list[float]:
         else:
             found.append(found[-1])
     return found[1:]
-
-
-def flow_of(
-    network: nn.Module,
-    whole: Recorded,
-    arithmetic: str,
-    pass_: str,
-    seed: int,
-    nudge: torch.Generator | None = None,
-    **watched: Any,
-) -> Flow:
-    """Arguments as of ``parting``; ``nudge`` and the last as of ``shadow_arithmetic`` and ``Recorder``."""
-    twin = _ready(network, whole, arithmetic, pass_, seed)
-    return _flow_in(twin, whole, arithmetic, pass_, seed, nudge, **watched)
-
-
-class Again:
-    """One network's forward pass again and again, which finds it each time as it was at first.
-
-    Args:
-        pass_: "forward" or "eval".
-    """
-
-    def __init__(self, network: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int):
-        self._twin = Anew(_ready(network, whole, arithmetic, pass_, seed))
-        self._about = whole, arithmetic, pass_, seed
-
-    def flow(self, change: Callable[[int, Value, Tensor], None]) -> Flow:
-        return _flow_in(self._twin.begun(), *self._about, change=change)
-
-    def results(self, values: Mapping[tuple[int, int], Tensor]) -> dict[str, Tensor]:
-        """As ``results_of``, with ``values`` in the place of its own, as of ``Rewriter``."""
-        return results_of(self._twin.begun(), *self._about, within=Rewriter(values))
-
-
-def _ready(network: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int) -> nn.Module:
-    """A copy; what is evaluated has been trained on the batch."""
-    twin = in_arithmetic(network, arithmetic)
-    if pass_ == "eval":
-        results_of(twin, whole, arithmetic, "forward", seed)
-    return twin
-
-
-def _flow_in(
-    twin: nn.Module,
-    whole: Recorded,
-    arithmetic: str,
-    pass_: str,
-    seed: int,
-    nudge: torch.Generator | None = None,
-    **watched: Any,
-) -> Flow:
-    """The same of a network that is ready, which is left as the run leaves it."""
-    leaves: list[Tensor] = []
-    with computing(arithmetic, nudge, Native.TABLES if nudge else Native.NOTHING):
-        given = own_inputs(whole, arithmetic, leaves)
-        seed_random_layers(seed)
-        if pass_ in FORWARD:
-            return _forward(twin, whole, given, arithmetic, pass_ == "eval", watched)
-        inputs = {str(number): leaf for number, leaf in enumerate(leaves)}
-        return _backward(twin, whole, given, arithmetic, dict(twin.named_parameters()) | inputs)
-
-
-def results_of(
-    twin: nn.Module,
-    whole: Recorded,
-    arithmetic: str,
-    pass_: str,
-    seed: int,
-    within: AbstractContextManager | None = None,
-) -> dict[str, Tensor]:
-    """Of the forward pass alone, float64: the outputs by their names, and the loss in training.
-
-    Args:
-        twin: made by ``in_arithmetic``.
-        within: where it runs.
-    """
-    with computing(arithmetic):
-        given = own_inputs(whole, arithmetic)
-        seed_random_layers(seed)
-        with within or nullcontext():
-            ends = _ends(twin, whole, given, arithmetic, pass_ == "eval")
-    return {name: plain(tensor).cpu() for name, tensor in ends.items()}
-
-
-def _ends(
-    twin: nn.Module, whole: Recorded, given: tuple, arithmetic: str, evaluate: bool
-) -> dict[str, Tensor]:
-    """The outputs by their names, and the loss, which evaluation has not."""
-    with evaluation_mode(twin) if evaluate else nullcontext():
-        outputs = whole.called(twin, given, arithmetic)
-        if evaluate or whole.loss is None:
-            return named_leaves(outputs)
-        return named_leaves(outputs) | {LOSS: whole.measured(twin, outputs, arithmetic)}
-
-
-def _forward(
-    twin: nn.Module,
-    whole: Recorded,
-    given: tuple,
-    arithmetic: str,
-    evaluate: bool,
-    watched: Mapping[str, Any],
-) -> Flow:
-    """What is made up to the loss; up to the outputs in eval mode, as evaluation has no loss."""
-    recorder = Recorder(Scopes(twin), **watched)
-    recorder.given(list(twin.parameters()), tensors_in(given))
-    with recorder:
-        ends = _ends(twin, whole, given, arithmetic, evaluate)
-        recorder.flow.results = {name: recorder.number(tensor) for name, tensor in ends.items()}
-    recorder.flow.ends = {name: plain(tensor) for name, tensor in ends.items()}
-    return recorder.flow
-
-
-def _backward(
-    twin: nn.Module, whole: Recorded, given: tuple, arithmetic: str, leaves: Mapping[str, Tensor]
-) -> Flow:
-    steps = Steps()
-    Scopes(twin, steps.claim)
-    outputs = whole.called(twin, given, arithmetic)
-    loss = whole.measured(twin, outputs, arithmetic)
-    steps.claim(loss, "")
-    steps.watch()
-    loss.backward()
-    return steps.flow(leaves)

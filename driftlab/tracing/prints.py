@@ -131,14 +131,14 @@ class Seen:
             for rows in self._by_size.values():
                 rows.sort()
             self._sorted = True
-        size, absolute, squares, *signed = wanted
+        size, absolute, squares, total, signed = wanted
         rows, found = self._by_size.get(size, []), []
-        margin, margins = within * absolute, (within * squares, within * absolute, within * squares)
+        margin, squared = within * absolute, within * squares
         for at in range(bisect.bisect_left(rows, (absolute - margin,)), len(rows)):
-            first, *others, number = rows[at]
+            first, second, third, fourth, number = rows[at]
             if first > absolute + margin:
                 break
-            pairs = zip((squares, *signed), others, margins, strict=True)
-            if all(abs(a - b) <= m for a, b, m in pairs):
+            alike = abs(squares - second) <= squared and abs(total - third) <= margin
+            if alike and abs(signed - fourth) <= squared:
                 found.append(number)
         return found

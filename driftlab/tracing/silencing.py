@@ -9,8 +9,7 @@ still be seen while the difference is gone is not it, nor is one that could not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +19,10 @@ from driftlab.fold.unfold import Unfold, floating_tensors
 from driftlab.network.calling import copied
 from driftlab.network.modules import common, lies_in, only_holds
 from driftlab.tracing.cone import Cone
-from driftlab.tracing.flow import Flow, Value, move
+from driftlab.tracing.flow import Flow, Value
 from driftlab.tracing.prints import AGREE, same_numbers
+from driftlab.tracing.rewriting import move
+from driftlab.tracing.running import Again
 
 # A difference of which less is left is gone: what stays is a good part of it, and rounding next to nothing.
 GONE = 1e-3
@@ -36,7 +37,7 @@ class Silencing:
         networks: reference and candidate.
         flows: theirs, as they are.
         fold: between their weights.
-        record: the flow of one of the two; ``change`` as of ``Recorder``.
+        again: runs one of the two.
     """
 
     def __init__(
@@ -44,9 +45,9 @@ class Silencing:
         networks: tuple[nn.Module, nn.Module],
         flows: list[Flow],
         fold: Fold,
-        record: Callable[..., Flow],
+        again: Callable[[nn.Module], Again],
     ):
-        self._networks, self._whole, self._fold, self._record = networks, flows, fold, record
+        self._networks, self._whole, self._fold, self._again = networks, flows, fold, again
 
     def survivors(self, cone: Cone) -> list[str]:
         """The modules in which the difference may begin, of those in which the cone does.
@@ -65,17 +66,18 @@ class Silencing:
             both = self._silenced(module)
             if both is None:
                 continue
-            silent = [self._record(network) for network in both]
+            mine, theirs = map(self._again, both)
+            silent, ends = mine.flow(printed=left.values()), theirs.results({})
             runs += 2 + len(left)
-            if len(silent[0].values) != len(whole[0].values):
+            if len(silent.values) != len(whole[0].values):
                 continue
-            alike = {scope for scope, number in left.items() if _alike(whole[0], silent[0], number)}
+            alike = {scope for scope, number in left.items() if _alike(whole[0], silent, number)}
             if not alike:  # behind what is silent nothing is told
                 continue
-            gone = all(_apart(silent, end) <= GONE * apart for end, apart in before.items())
+            gone = all(_apart(silent.ends, ends, end) <= GONE * apart for end, apart in before.items())
             for scope, number in list(left.items()):
-                moved = self._record(both[0], change=partial(_moved, number))
-                seen = any(_far(silent[0].ends[end], moved.ends[end]) for end in silent[0].ends)
+                moved = _moved(mine, silent, number)
+                seen = any(_far(silent.ends[end], moved[end]) for end in silent.ends)
                 # a value that is not what it was may lack the numbers on which a fault shows
                 if (seen and gone and scope in alike) or not (seen or gone):
                     del left[scope]
@@ -112,9 +114,17 @@ class Silencing:
         return mine, theirs
 
 
-def _moved(which: int, number: int, value: Value, tensor: Tensor) -> None:
-    if number == which:
-        move(tensor)
+def _moved(again: Again, flow: Flow, number: int) -> Mapping[str, Tensor]:
+    """What becomes of the results where a value is moved a little."""
+    operation, _, place = flow.values[number].made_by
+    if operation:
+        return again.results({(operation, place): move})
+
+    def change(made: int, value: Value, tensor: Tensor) -> None:
+        if made == number:
+            move(tensor)
+
+    return again.flow(change=change, printed=()).ends
 
 
 def _called_below(network: nn.Module, parent: str) -> Iterator[str]:
@@ -129,16 +139,17 @@ def _called_below(network: nn.Module, parent: str) -> Iterator[str]:
 
 def _differing(flows: list[Flow]) -> dict[str, float]:
     """How far the results are apart that differ; beside these the others do by rounding alone."""
-    apart = {end: _apart(flows, end) for end in flows[0].ends}
-    sizes = {end: float(torch.linalg.vector_norm(tensor)) for end, tensor in flows[0].ends.items()}
+    mine, theirs = (flow.ends for flow in flows)
+    apart = {end: _apart(mine, theirs, end) for end in mine}
+    sizes = {end: float(torch.linalg.vector_norm(tensor)) for end, tensor in mine.items()}
     relative = {end: a / max(a, sizes[end]) for end, a in apart.items() if a}
     most = max(relative.values(), default=0.0)
     return {end: apart[end] for end, off in relative.items() if off >= GONE * most}
 
 
-def _apart(flows: list[Flow], end: str) -> float:
+def _apart(own: Mapping[str, Tensor], others: Mapping[str, Tensor], end: str) -> float:
     """0 where one of the two has no such result."""
-    mine, theirs = (flow.ends.get(end) for flow in flows)
+    mine, theirs = own.get(end), others.get(end)
     if mine is None or theirs is None or mine.shape != theirs.shape:
         return 0.0
     return float(torch.linalg.vector_norm(mine - theirs))

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from driftlab.blame import callers
-from driftlab.tracing.flow import Recorder, Rewriter, Scopes, writing
+from driftlab.tracing.flow import Recorder, Scopes
+from driftlab.tracing.rewriting import Rewriter, instead, writing
 
 
 class Block(nn.Module):
@@ -46,7 +47,7 @@ def test_rewriting_gives_what_writing_into_the_recorded_value_gives(number):
     operation, _, place = flow.values[number].made_by
     values = torch.full((flow.values[number].prints.whole[0],), 0.5)
     network, batch = Block(), torch.linspace(-1, 1, 24).view(6, 4)
-    with Rewriter({(operation, place): values}), torch.no_grad():
+    with Rewriter({(operation, place): instead(values)}), torch.no_grad():
         found = network(batch)
     assert torch.equal(found, expected)
     if flow.uses()[number]:  # unlike the statistics that a norm keeps for its backward pass

@@ -1,0 +1,83 @@
+"""What operations make, changed as soon as it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from driftlab.arithmetic.shadow import held
+from driftlab.network.calling import tensors_in
+from driftlab.network.compiled import DispatchMode
+
+# Writes into a tensor.
+Change = Callable[[Tensor], None]
+
+
+class Rewriter(DispatchMode):
+    """Inside, what operations make is changed.
+
+    Args:
+        changes: by the number of the operation, and the place among its results, as in ``Value.made_by``.
+    """
+
+    def __init__(self, changes: Mapping[tuple[int, int], Change]):
+        super().__init__()
+        self._changes, self._operations, self._at = changes, 0, {number for number, _ in changes}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self._operations += 1
+        if self._operations in self._at:
+            for place, tensor in enumerate(all_made(written_by(func, args, kwargs), out)):
+                if (change := self._changes.get((self._operations, place))) is not None:
+                    change(tensor)
+        return out
+
+
+def instead(values: Tensor) -> Change:
+    """Other values, as many."""
+    return partial(_put, values)
+
+
+def _put(values: Tensor, tensor: Tensor) -> None:
+    with writing(tensor) as own:
+        own.copy_(values.reshape(tensor.shape))
+
+
+def move(tensor: Tensor) -> None:
+    """In place, each number by some hundredths of itself and a little more."""
+    generator = torch.Generator().manual_seed(0)
+    with writing(tensor) as values:
+        factors, more = (torch.randn(values.shape, generator=generator).to(values) for _ in range(2))
+        values.mul_(1 + 1e-2 * factors).add_(1e-3 * more)
+
+
+@contextmanager
+def writing(tensor: Tensor) -> Iterator[Tensor]:
+    """Its numbers, to be written into; those in memory of what is expanded."""
+    with _disable_current_modes(), torch.no_grad():
+        values = held(tensor)
+        if any(n > 1 and not step for n, step in zip(values.shape, values.stride(), strict=True)):
+            values = torch.empty(0).to(values).set_(values.untyped_storage())
+        yield values
+
+
+def written_by(func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
+    """What an operation writes into."""
+    found = []
+    for number, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[number] if number < len(args) else kwargs.get(argument.name)
+            found += tensors_in(given)
+    return found
+
+
+def all_made(written: list[Tensor], out: object) -> list[Tensor]:
+    """What an operation wrote into, and what it made."""
+    return written + [t for t in tensors_in(out) if not any(t is w for w in written)]
