@@ -11,5 +11,6 @@ five more, when one change of the reference had learnt to tell the place; ``eigh
 changes had learnt of other orders and of weights; ``ninth_*``, six more, each ported twice: as a tree of
 other modules, and as flat code; ``tenth_*``, six more of that kind, when values of the candidate's had learnt
 to stand in for the reference's; ``eleventh_*``, six more, when these were sought by what is nearest;
-``twelfth_*``, six more, when all calls in a module that take one value were changed together.
+``twelfth_*``, six more, when all calls in a module that take one value were changed together;
+``thirteenth_*``, six more, when these were judged.
 """
