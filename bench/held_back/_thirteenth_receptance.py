@@ -8,95 +8,82 @@ VOCAB, N_EMBD, N_LAYER, HEAD_SIZE, DIM_FFN, CTX = 17, 24, 3, 8, 56, 14
 D_MIX_LORA, D_DECAY_LORA, HEAD_SIZE_DIVISOR = 4, 6, 8
 
 
-def RUN_RWKV6(r: Tensor, k: Tensor, v: Tensor, w: Tensor, u: Tensor) -> Tensor:
-    """[B, T, C] each and the bonus [H, N] -> [B, T, C]; the state of a head is [key, value]."""
-    B, T, C = r.shape
-    H, N = u.shape
-    r, k, v, w = (z.view(B, T, H, N) for z in (r, k, v, torch.exp(-torch.exp(w))))
-    state = r.new_zeros(B, H, N, N)
-    out = []
-    for t in range(T):
-        kv = k[:, t, :, :, None] * v[:, t, :, None, :]
-        out.append((r[:, t, :, None, :] @ (state + u[:, :, None] * kv)).flatten(1))
-        state = w[:, t, :, :, None] * state + kv
-    return torch.stack(out, 1)
+class Shifted(nn.ZeroPad2d):
+    """[batch, time, channels]: each token's predecessor; zeros before the first."""
+
+    def __init__(self):
+        super().__init__((0, 0, 1, -1))
 
 
-class RWKV_Tmix_x060(nn.Module):
-    def __init__(self, layer_id: int):
+def recurrence(r: Tensor, k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
+    """[batch, time, channels] each and the bonus [head, key]; the state of a head is [key, value]."""
+    r, k, v, decay = (z.unflatten(-1, bonus.shape) for z in (r, k, v, decay))
+    state, read = 0.0, []
+    for now in range(r.shape[1]):
+        added = torch.einsum("bhi,bhj->bhij", k[:, now], v[:, now])
+        seen = state + bonus[..., None] * added
+        read.append(torch.einsum("bhi,bhij->bhj", r[:, now], seen).flatten(1))
+        state = added + decay[:, now, ..., None] * state
+    return torch.stack(read, 1)
+
+
+class TimeMix(nn.Module):
+    def __init__(self, number: int):
         super().__init__()
-        self.n_head = N_EMBD // HEAD_SIZE
-        ddd = torch.linspace(0.1, 0.9, N_EMBD)[None, None]
-        ratio = 1.0 - 0.8 * layer_id / N_LAYER
+        heads, place = N_EMBD // HEAD_SIZE, torch.linspace(0.1, 0.9, N_EMBD)[None, None]
+        slope = 1.0 - 0.8 * number / N_LAYER
         for i, name in enumerate("xwkvrg"):
-            maa = 1.0 - ddd ** (ratio * (0.5 + 0.15 * i)) + 0.1 * torch.rand(1, 1, N_EMBD)
-            setattr(self, f"time_maa_{name}", nn.Parameter(maa))
+            share = 1.0 - place ** (slope * (0.5 + 0.15 * i)) + 0.1 * torch.rand(1, 1, N_EMBD)
+            self.register_parameter(f"time_maa_{name}", nn.Parameter(share))
         self.time_maa_w1 = nn.Parameter(0.3 * torch.randn(N_EMBD, D_MIX_LORA * 5))
         self.time_maa_w2 = nn.Parameter(0.2 * torch.randn(5, D_MIX_LORA, N_EMBD))
-        decay_speed = -3.0 + 3.2 * ddd ** (0.7 + 1.3 * layer_id / N_LAYER)
-        self.time_decay = nn.Parameter(decay_speed + 0.1 * torch.randn(1, 1, N_EMBD))
+        rate = -3.0 + 3.2 * place ** (0.7 + 1.3 * number / N_LAYER)
+        self.time_decay = nn.Parameter(rate + 0.1 * torch.randn(1, 1, N_EMBD))
         self.time_decay_w1 = nn.Parameter(0.3 * torch.randn(N_EMBD, D_DECAY_LORA))
         self.time_decay_w2 = nn.Parameter(0.3 * torch.randn(D_DECAY_LORA, N_EMBD))
-        zigzag = 0.2 * ((torch.arange(N_EMBD) + 1) % 3 - 1)
-        tmp = 0.7 * (1 - 0.8 * ddd[0, 0]) + zigzag
-        self.time_faaaa = nn.Parameter(tmp.view(self.n_head, HEAD_SIZE))
+        by_three = 0.2 * ((torch.arange(N_EMBD) + 1) % 3 - 1)
+        bonus = 0.7 * (1 - 0.8 * place[0, 0]) + by_three
+        self.time_faaaa = nn.Parameter(bonus.view(heads, HEAD_SIZE))
 
-        self.time_shift = nn.ZeroPad2d((0, 0, 1, -1))
-        self.receptance = nn.Linear(N_EMBD, N_EMBD, bias=False)
-        self.key = nn.Linear(N_EMBD, N_EMBD, bias=False)
-        self.value = nn.Linear(N_EMBD, N_EMBD, bias=False)
-        self.output = nn.Linear(N_EMBD, N_EMBD, bias=False)
-        self.gate = nn.Linear(N_EMBD, N_EMBD, bias=False)
-        self.ln_x = nn.GroupNorm(self.n_head, N_EMBD, eps=1e-5 * HEAD_SIZE_DIVISOR**2)
+        self.time_shift = Shifted()
+        for name in ("receptance", "key", "value", "output", "gate"):
+            setattr(self, name, nn.Linear(N_EMBD, N_EMBD, bias=False))
+        self.ln_x = nn.GroupNorm(heads, N_EMBD, eps=1e-5 * HEAD_SIZE_DIVISOR**2)
 
-    def jit_func(self, x: Tensor) -> tuple[Tensor, ...]:
-        B, T, C = x.size()
-        xx = self.time_shift(x) - x
-        xxx = x + xx * self.time_maa_x
-        xxx = torch.tanh(xxx @ self.time_maa_w1).view(B * T, 5, -1).transpose(0, 1)
-        xxx = torch.bmm(xxx, self.time_maa_w2).view(5, B, T, -1)
-        mw, mk, mv, mr, mg = xxx.unbind(dim=0)
-
-        xw = x + xx * (self.time_maa_w + mw)
-        xk = x + xx * (self.time_maa_k + mk)
-        xv = x + xx * (self.time_maa_v + mv)
-        xr = x + xx * (self.time_maa_r + mr)
-        xg = x + xx * (self.time_maa_g + mg)
-
-        r, k, v = self.receptance(xr), self.key(xk), self.value(xv)
-        g = F.silu(self.gate(xg))
-        ww = torch.tanh(xw @ self.time_decay_w1) @ self.time_decay_w2
-        return r, k, v, g, self.time_decay + ww
-
-    def jit_func_2(self, x: Tensor, g: Tensor) -> Tensor:
-        B, T, C = x.size()
-        x = self.ln_x(x.view(B * T, C)).view(B, T, C)
-        return self.output(x * g)
+    def mixed(self, x: Tensor) -> list[Tensor]:
+        """Between a token and the one before it, for decay, key, value, receptance and gate."""
+        change = self.time_shift(x) - x
+        narrow = torch.tanh((x + change * self.time_maa_x) @ self.time_maa_w1).unflatten(-1, (5, D_MIX_LORA))
+        shares = torch.einsum("btfl,flc->fbtc", narrow, self.time_maa_w2)
+        own = (getattr(self, f"time_maa_{name}") for name in "wkvrg")
+        return [x + change * (share + more) for share, more in zip(own, shares, strict=True)]
 
     def forward(self, x: Tensor) -> Tensor:
-        r, k, v, g, w = self.jit_func(x)
-        x = RUN_RWKV6(r, k, v, w, u=self.time_faaaa)
-        return self.jit_func_2(x, g)
+        to_decay, to_key, to_value, to_receptance, to_gate = self.mixed(x)
+        speed = self.time_decay + torch.tanh(to_decay @ self.time_decay_w1) @ self.time_decay_w2
+        r, k, v = self.receptance(to_receptance), self.key(to_key), self.value(to_value)
+        read = recurrence(r, k, v, torch.exp(-torch.exp(speed)), self.time_faaaa)
+        normed = self.ln_x(read.flatten(0, 1)).view_as(read)
+        return self.output(normed * F.silu(self.gate(to_gate)))
 
 
-class RWKV_CMix_x060(nn.Module):
-    def __init__(self, layer_id: int):
+class ChannelMix(nn.Module):
+    def __init__(self, number: int):
         super().__init__()
-        self.time_shift = nn.ZeroPad2d((0, 0, 1, -1))
-        ddd = torch.linspace(0.1, 0.9, N_EMBD)[None, None]
-        maa = 1.0 - ddd ** (1.0 - 0.8 * layer_id / N_LAYER)
-        self.time_maa_k = nn.Parameter(maa + 0.1 * torch.rand(1, 1, N_EMBD))
-        self.time_maa_r = nn.Parameter(maa + 0.1 * torch.rand(1, 1, N_EMBD))
+        self.time_shift = Shifted()
+        place = torch.linspace(0.1, 0.9, N_EMBD)[None, None]
+        share = 1.0 - place ** (1.0 - 0.8 * number / N_LAYER)
+        self.time_maa_k = nn.Parameter(share + 0.1 * torch.rand(1, 1, N_EMBD))
+        self.time_maa_r = nn.Parameter(share + 0.1 * torch.rand(1, 1, N_EMBD))
         self.key = nn.Linear(N_EMBD, DIM_FFN, bias=False)
         self.receptance = nn.Linear(N_EMBD, N_EMBD, bias=False)
         self.value = nn.Linear(DIM_FFN, N_EMBD, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        xx = self.time_shift(x) - x
-        xk = x + xx * self.time_maa_k
-        xr = x + xx * self.time_maa_r
-        k = torch.relu(self.key(xk)) ** 2
-        return torch.sigmoid(self.receptance(xr)) * self.value(k)
+        change = self.time_shift(x) - x
+        kept = self.key(x + change * self.time_maa_k).relu().square()
+        let_through = self.receptance(x + change * self.time_maa_r).sigmoid()
+        return let_through * self.value(kept)
 
 
 class Block(nn.Module):
@@ -106,7 +93,7 @@ class Block(nn.Module):
         self.ln1, self.ln2 = nn.LayerNorm(N_EMBD), nn.LayerNorm(N_EMBD)
         if layer_id == 0:
             self.ln0 = nn.LayerNorm(N_EMBD)
-        self.att, self.ffn = RWKV_Tmix_x060(layer_id), RWKV_CMix_x060(layer_id)
+        self.att, self.ffn = TimeMix(layer_id), ChannelMix(layer_id)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.layer_id == 0:
