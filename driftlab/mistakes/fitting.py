@@ -32,6 +32,7 @@ from driftlab.mistakes.torch_call import Call
 from driftlab.network.calling import copied
 from driftlab.network.compiled import eager
 from driftlab.tracing.flow import Flow, Scopes
+from driftlab.tracing.rows import Rows
 from driftlab.tracing.running import results_of
 
 # Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
@@ -45,7 +46,11 @@ Lines = Mapping[tuple, Mapping[str, set[int]]]
 
 
 def fitting(
-    cases: Sequence[Accused], candidate: Flow, near: str = "", within: Collection[str] | None = None
+    cases: Sequence[Accused],
+    candidate: Flow,
+    near: str = "",
+    within: Collection[str] | None = None,
+    rows: Rows | None = None,
 ) -> list[Mutant]:
     """The changes of the reference that make the candidate's results of it, of the first kind that has any.
 
@@ -54,9 +59,10 @@ def fitting(
         candidate: the flow of its values.
         near: the module whose calls are changed first.
         within: in these modules alone, and in those that they call or are called by.
+        rows: of the reference's values, those that the candidate has, where it leaves some out.
     """
     trials = _Trials(cases)
-    mutants = trials.mutants(candidate, near, within)
+    mutants = trials.mutants(candidate, near, within, rows)
     if mutants is None:
         return []
     most = ELEMENTS / max(1, mutants.elements)
@@ -81,10 +87,12 @@ class _Trials:
         self._twin, self._draws = Anew(self._running), Draws()
         self.runs = 0.0
 
-    def mutants(self, candidate: Flow, near: str, within: Collection[str] | None) -> Mutants | None:
+    def mutants(
+        self, candidate: Flow, near: str, within: Collection[str] | None, rows: Rows | None
+    ) -> Mutants | None:
         """None of a network that does not repeat itself."""
         seen, before = candidate.seen(), _buffers(self._running)
-        frontier = Frontier(seen)
+        frontier = Frontier(seen, rows)
         as_it_is = self._results(frontier.watch)
         if not all(case.is_mine(as_it_is.get(case.name)) for case in self._cases):
             return None

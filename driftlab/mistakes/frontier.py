@@ -11,12 +11,17 @@ from driftlab.mistakes.call_modes import parts
 from driftlab.mistakes.orders import JOINS, MOVES
 from driftlab.mistakes.torch_call import Call
 from driftlab.tracing.prints import Seen, prints
+from driftlab.tracing.rows import Rows
 
 
-def comes_by(seen: Seen, values: Any) -> bool | None:
-    """Whether all of them were come by, in any order; None of what holds no floating numbers."""
-    found = [p for t in parts(values) if (p := prints(t)) is not None]
-    return all(seen.find(p.whole) for p in found) if found else None
+def comes_by(seen: Seen, values: Any, rows: Rows | None = None) -> bool | None:
+    """Whether all of them were come by, in any order; None of what holds no floating numbers.
+
+    Args:
+        rows: those that the other network has, where it leaves some out.
+    """
+    found = [p for t in parts(values) if (p := prints(t, rows)) is not None]
+    return all(map(seen.find_whole, found)) if found else None
 
 
 def same_numbers(one: Any, other: Any) -> bool:
@@ -33,13 +38,14 @@ class Frontier:
 
     Args:
         seen: the values of the other network.
+        rows: as of ``comes_by``.
 
     Attributes:
         had: whether it comes by the result of a call, in any order, by the call's number.
     """
 
-    def __init__(self, seen: Seen):
-        self._seen = seen
+    def __init__(self, seen: Seen, rows: Rows | None = None):
+        self._seen, self.rows = seen, rows
         self.had: dict[int, bool | None] = {}
         self._read: dict[int, set[int]] = {}
         self._in_order: dict[int, set[int]] = {}
@@ -49,7 +55,7 @@ class Frontier:
 
     def watch(self, number: int, call: Call, earlier: Sequence[Tensor]) -> Any:
         out = call.run()
-        self.had[number] = comes_by(self._seen, out)
+        self.had[number] = comes_by(self._seen, out, self.rows)
         self._read[number] = self._makers(call.tensors)
         self._in_order[number] = self._makers(_gives_its_order(call, out))
         if _moves(call):

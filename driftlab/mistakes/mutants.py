@@ -81,6 +81,7 @@ class Mutants:
         self._network, self._names, self._scopes, self._near = network, names, scopes, near
         self._within = within
         self._seen, self._had, self._frontier = seen, frontier.had, frontier.calls()
+        self._rows = frontier.rows
         self.found: list[Mutant] = []
         self.signs: list[Mutant] = []
         self.unsigned: list[Mutant] = []
@@ -120,7 +121,7 @@ class Mutants:
                 mutant = replace(mutant, scope=handed_by)
             if kept and same_numbers(out, made):
                 self.unsigned.append(mutant)
-            elif comes_by(self._seen, made):
+            elif comes_by(self._seen, made, self._rows):
                 self.signs.append(mutant)
             elif mutant.away(self._near) <= 1:
                 self.unsigned.append(mutant)

@@ -58,10 +58,11 @@ def counterfactual(found: Examination, difference: Difference, place: str) -> Mu
     value: Exchanged | None = None
     with unless_ours():
         mine, theirs = (Again(network, *about) for network in (pair.reference, pair.candidate))
-        value = exchanged(mine, theirs, partial(are_theirs, cases))
+        value = exchanged(mine, theirs, partial(are_theirs, cases), found.rows)
     with unless_ours():  # a mistake that has words says more, and where it is looked for the value tells
         within = value and {value.scope, *value.scopes}
-        if fit := fitting(cases, flow_of(pair.candidate, *about), place, within):
+        theirs_made = flow_of(pair.candidate, *about, rows=found.rows[1])
+        if fit := fitting(cases, theirs_made, place, within, found.rows[0]):
             there = next((m for m in fit if m.scope == place), None)
             if there or value is None or len({m.scope for m in fit}) == 1:
                 return there or fit[0]  # else a choice is another, which a change of any one of them would do

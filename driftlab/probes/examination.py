@@ -15,6 +15,7 @@ from driftlab.network.compiled import compiling, eager
 from driftlab.network.pair import Pair
 from driftlab.network.start import Start, start_differences
 from driftlab.probes.probe import Probe
+from driftlab.tracing.shared_rows import BothRows
 from driftlab.words import SAME_START, UPDATE, Finding, Verdict, standing
 
 
@@ -28,6 +29,7 @@ class Examination:
         trains: whether the two are to be trained; if not, a parameter may be gone into another one.
         narrow_constants: whether one of the two stores constants in float32, so that its float64 is none.
         compiled: the roles of the networks in which ``torch.compile`` has a part.
+        rows: of the values of each, those that the other has, once they were found to differ in that.
     """
 
     pair: Pair
@@ -37,6 +39,7 @@ class Examination:
     narrow_constants: bool = False
     trains: bool = True
     compiled: list[str] = field(default_factory=list)
+    rows: BothRows = (None, None)
 
     @cached_property
     def whole(self) -> Recorded:

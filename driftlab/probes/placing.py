@@ -15,7 +15,7 @@ from driftlab.probes.counterfactual import counterfactual, gradient_stop
 from driftlab.probes.examination import Examination
 from driftlab.probes.exchanged_place import where_a_value_would
 from driftlab.tracing.exchange import Exchanged
-from driftlab.tracing.parting import Traced, parting
+from driftlab.tracing.parting import Parted, Traced, parting
 from driftlab.tracing.running import FORWARD
 from driftlab.words import Place, Verdict
 
@@ -115,8 +115,8 @@ def _placed(
         if not module and (deeper := first_wrong(found.local, shown, deeper=True)):
             module, difference = deeper
         return _of(pair, module, difference)
-    at = called(pair.reference, parted[0])
-    place = Place(at, _pass_of(pass_, at, wrong), 0, parted[1])
+    at = called(pair.reference, parted.module)
+    place = Place(at, _pass_of(pass_, at, wrong), 0, parted.candidate_module)
     if damped and lies_in(module, place.module):  # the border moved: what is seen of it is the parent's
         return place, (place.module and found.local.wrong(place.module)) or wrong[0]
     # of a gradient that no call explains its owner says more than the whole network does
@@ -191,7 +191,7 @@ def _pass_of(pass_: str, module: str, wrong: list[Difference]) -> str:
     return pass_ if own else "input gradient"
 
 
-def _parted(found: Examination, pass_: str, wrong: list[Difference]) -> tuple[str, str] | None:
+def _parted(found: Examination, pass_: str, wrong: list[Difference]) -> Parted | None:
     arithmetic = found.exact_arithmetic
     if arithmetic is None or pass_ == "buffer":
         return None
@@ -203,12 +203,14 @@ def _parted(found: Examination, pass_: str, wrong: list[Difference]) -> tuple[st
     reference = Traced(pair.reference, ends, local.right, own_constants(pair, "reference"))
     constants = own_constants(pair, "candidate")
     candidate = Traced(pair.candidate, theirs, lambda n: n in own and local.right(own[n]), constants)
-    return _followed(found, reference, candidate, arithmetic, pass_)
+    parted = _followed(found, reference, candidate, arithmetic, pass_)
+    found.rows = parted.rows if parted else found.rows
+    return parted
 
 
 def _followed(
     found: Examination, reference: Traced, candidate: Traced, arithmetic: str, pass_: str
-) -> tuple[str, str | None] | None:
+) -> Parted | None:
     with unless_ours():  # a module may take no hooks, a kernel may not be watched
         return parting(reference, candidate, found.whole, arithmetic, pass_, found.pair.seed, found.pair.fold)
     return None
@@ -230,7 +232,11 @@ def bits_lost(found: Examination, narrow: list[Difference]) -> Place:
 
     both = Traced(pair.reference, ends, keeps), Traced(pair.candidate, ends, lambda n: keeps(own.get(n)))
     parted = _followed(found, *both, "float32", first.pass_)
-    return Place(called(pair.reference, parted[0]), first.pass_, 0, parted[1]) if parted else place
+    return (
+        Place(called(pair.reference, parted.module), first.pass_, 0, parted.candidate_module)
+        if parted
+        else place
+    )
 
 
 def _other_weights(found: Examination, difference: Difference) -> Place | None:

@@ -123,7 +123,7 @@ class Cone:
         """What the other's beginning is made of, found here, and what of the beginning here is made of it."""
         made_of = {i for n in other.first for i in other._values[n].inputs if not other._values[i].given}
         prints = ((other._values[i].prints, other._within[i]) for i in made_of)
-        there = {n for p, within in prints if p and p.telling for n in other._seen.find(p.whole, within)}
+        there = {n for p, within in prints if p and p.telling for n in other._seen.find_whole(p, within)}
         return there, [n for n in self.first if there.intersection(self._values[n].inputs)]
 
     def _has(self, number: int) -> bool:

@@ -28,6 +28,7 @@ from driftlab.tracing.kept import Kept
 from driftlab.tracing.prints import AGREE
 from driftlab.tracing.rewriting import instead
 from driftlab.tracing.running import Again
+from driftlab.tracing.shared_rows import BothRows
 
 # Runs of the reference at most, fewer of one that makes many numbers.
 RUNS, NUMBERS = 400, 2e9
@@ -61,14 +62,20 @@ class Exchanged:
     users: frozenset[str]
 
 
-def exchanged(mine: Again, theirs: Again, agrees: Callable[[dict[str, Tensor]], bool]) -> Exchanged | None:
+def exchanged(
+    mine: Again,
+    theirs: Again,
+    agrees: Callable[[dict[str, Tensor]], bool],
+    rows: BothRows = (None, None),
+) -> Exchanged | None:
     """The first value of the candidate's that makes its results of the reference's; None where none does.
 
     Args:
         mine, theirs: run reference and candidate.
         agrees: whether results, by the reference's names, are the candidate's.
+        rows: of each those that the other has, where that leaves some out.
     """
-    own, others = Kept(mine), Kept(theirs)
+    own, others = Kept(mine, rows[0]), Kept(theirs, rows[1])
     if own.full or others.full:
         return None
     own.compare(others.seen)
@@ -196,7 +203,7 @@ class _Trial:
     """
 
     def __init__(self, mine: Again, own: Kept, agrees: Callable[[dict[str, Tensor]], bool]):
-        self._mine, self._values, self._agrees = mine, own.flow.values, agrees
+        self._mine, self._values, self._agrees, self._rows = mine, own.flow.values, agrees, own.rows
         self.left = min(RUNS, NUMBERS / max(1, own.size))
 
     def fit(self, changes: Iterable[Change]) -> Change | None:
@@ -215,7 +222,9 @@ class _Trial:
         self.left -= 1
         made_by = {number: self._values[number].made_by for number in values}
         try:
-            ends = self._mine.results({(made_by[n][0], made_by[n][2]): instead(t) for n, t in values.items()})
+            ends = self._mine.results(
+                {(made_by[n][0], made_by[n][2]): instead(t, self._rows) for n, t in values.items()}
+            )
         except Exception:  # it does not run so, wherever that shows
             return False
         return self._agrees(ends)

@@ -13,6 +13,7 @@ from driftlab.blame import callers
 from driftlab.tracing.cone import before_the_loss, reached
 from driftlab.tracing.flow import Value
 from driftlab.tracing.prints import Seen, same_numbers
+from driftlab.tracing.rows import Rows
 from driftlab.tracing.running import Again
 
 # Numbers that are kept at most.
@@ -22,7 +23,7 @@ MORE = 4
 
 
 class Kept:
-    """A flow with the numbers of its values.
+    """A flow with the numbers of its values; of those with rows that the other has not, of the other rows.
 
     Attributes:
         full: whether there were too many to be kept.
@@ -38,20 +39,23 @@ class Kept:
         original: the first value with the numbers of each, of which it is a copy, perhaps turned.
     """
 
-    def __init__(self, network: Again):
+    def __init__(self, network: Again, rows: Rows | None = None):
+        self.rows = rows
         self.tensors: dict[int, Tensor] = {}
         self._alike: dict[int, frozenset[int]] = {}
         self._callers: dict[int, tuple] = {}
         self._made: defaultdict[tuple, list[int]] = defaultdict(list)
         self.size, self.full = 0, False
-        self.flow = network.flow(change=self._keep)
+        self.flow = network.flow(change=self._keep, rows=rows)
         self.seen = self.flow.seen()
 
     def _keep(self, number: int, value: Value, tensor: Tensor) -> None:
         self.size += tensor.numel()
         self.full = self.full or self.size > LARGEST
         if value.made_by[0] and not self.full and value.prints is not None:
-            self.tensors[number] = plain(tensor).cpu().squeeze().clone()
+            values = plain(tensor).cpu()
+            kept = self.rows.of(values) if self.rows else None
+            self.tensors[number] = (values if kept is None else kept).squeeze().clone()
             self._callers[number] = callers()
             self._made[value.scope, *value.made_by[1:]].append(number)
 
@@ -128,7 +132,7 @@ class Kept:
         if number not in self._alike:
             found, other = self.flow.values[number].prints, self._other
             slices = (p for axis in found.slices for p in axis) if found else ()
-            alike = found and (other.find(found.whole) or [n for p in slices for n in other.find(p)])
+            alike = found and (other.find_whole(found) or [n for p in slices for n in other.find(p)])
             self._alike[number] = frozenset(alike or ())
         return self._alike[number]
 

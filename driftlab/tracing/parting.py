@@ -25,6 +25,7 @@ from driftlab.tracing.cone import Cone
 from driftlab.tracing.flow import Flow
 from driftlab.tracing.prints import AGREE
 from driftlab.tracing.running import FORWARD, Again, flow_of
+from driftlab.tracing.shared_rows import BothRows, rows_of
 from driftlab.tracing.silencing import Silencing
 
 Right = Callable[[str], bool]
@@ -49,6 +50,21 @@ class Traced:
     constants: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Parted:
+    """Where two networks part.
+
+    Attributes:
+        module: the innermost one of the reference in which they do; "" is the network's own code.
+        candidate_module: that of the candidate, if it is seen.
+        rows: those of each that the other has, where that leaves some out.
+    """
+
+    module: str
+    candidate_module: str | None
+    rows: BothRows
+
+
 def parting(
     reference: Traced,
     candidate: Traced,
@@ -57,10 +73,8 @@ def parting(
     pass_: str,
     seed: int = 0,
     fold: Fold | None = None,
-) -> tuple[str, str | None] | None:
-    """The innermost module of the reference in which the two part, and that of the candidate, if it is seen.
-
-    "" is the network's own code; None where nothing is seen to part.
+) -> Parted | None:
+    """Where the two part; None where nothing is seen to part.
 
     Args:
         arithmetic: in which rounding is gone; "float32" to see where bits are lost.
@@ -68,7 +82,11 @@ def parting(
         fold: of the two; where they part in several modules, these are silenced in both to see which it is.
     """
     both = reference, candidate
+    run = partial(Again, whole=whole, arithmetic=arithmetic, pass_=pass_, seed=seed)
     flows = [flow_of(traced.network, whole, arithmetic, pass_, seed) for traced in both]
+    rows = rows_of(*(run(traced.network) for traced in both), *flows) if pass_ in FORWARD else (None, None)
+    if any(rows):
+        flows = [run(traced.network).flow(rows=own) for traced, own in zip(both, rows, strict=True)]
     margins = [_margins(t, f, whole, arithmetic, pass_, seed) for t, f in zip(both, flows, strict=True)]
     for narrower in (1, 4, 16):  # what is known to be wrong may not be taken for the same
         mine, theirs = (
@@ -78,10 +96,9 @@ def parting(
         if mine.first:
             backward = pass_ not in FORWARD
             if fold is not None and not backward and len(mine.begun()) > 1:
-                again = partial(Again, whole=whole, arithmetic=arithmetic, pass_=pass_, seed=seed)
-                silencing = Silencing((reference.network, candidate.network), flows, fold, again)
+                silencing = Silencing((reference.network, candidate.network), flows, fold, run)
                 mine.keep(silencing.survivors(mine))
-            return mine.scope(cut=backward and theirs.is_cut(mine)), theirs.scope_beside(mine)
+            return Parted(mine.scope(backward and theirs.is_cut(mine)), theirs.scope_beside(mine), rows)
     return None
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from driftlab.arithmetic.shadow import held
+from driftlab.tracing.rows import Rows
 
 Print = tuple[int, float, float, float, float]  # size, sums of |x|, x^2, x, x |x|
 # Two float64 computations of the same values agree to more digits than this, deep networks included.
@@ -30,10 +31,15 @@ SLICES, SMALLEST, LARGEST = 32, 4, 2**18
 
 @dataclass(frozen=True)
 class Prints:
-    """Of a tensor, and of its slices: one list an axis."""
+    """Of a tensor, and of its slices: one list an axis.
+
+    Attributes:
+        kept: of those of its rows that another network has, where that leaves some out.
+    """
 
     whole: Print
     slices: tuple[tuple[Print, ...], ...] = ()
+    kept: Prints | None = None
 
     def apart(self, other: Prints) -> float:
         """How far the two are apart, relative; 0 where it is no number of its own."""
@@ -54,17 +60,26 @@ class Prints:
         return size * squares - absolute**2 > 1e-6 * size * squares
 
 
-def prints(tensor: Tensor) -> Prints | None:
-    """None of what holds no floating number. A number that stands for minus infinity counts as one."""
+def prints(tensor: Tensor, rows: Rows | None = None) -> Prints | None:
+    """None of what holds no floating number. A number that stands for minus infinity counts as one.
+
+    Args:
+        rows: those that the other network has.
+    """
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_nested or not tensor.numel():
         return None
     with _disable_current_modes(), torch.no_grad():
         values = held(tensor.detach())
         values = values.to_dense() if values.layout is not torch.strided else values
         values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-        values = values.double().squeeze()
-        values = torch.where(values.abs() < 1e8, values, 0.0)
-        return Prints(_along(values, None)[0], tuple(_along(values, a) for a in _sliced(values)))
+        kept = rows.of(values) if rows else None
+        return replace(_prints(values), kept=None if kept is None else _prints(kept))
+
+
+def _prints(values: Tensor) -> Prints:
+    values = values.double().squeeze()
+    values = torch.where(values.abs() < 1e8, values, 0.0)
+    return Prints(_along(values, None)[0], tuple(_along(values, a) for a in _sliced(values)))
 
 
 def same_numbers(one: Prints | None, other: Prints | None) -> bool:
@@ -90,9 +105,13 @@ def _same(own: Sequence[Print], other: Sequence[Print], within: float) -> bool:
 
 def _along(values: Tensor, axis: int | None) -> tuple[Print, ...]:
     rows = values.reshape(1, -1) if axis is None else values.movedim(axis, 0).flatten(1)
+    return tuple((rows.shape[1], *row) for row in sums(rows).tolist())
+
+
+def sums(rows: Tensor) -> Tensor:
+    """[rows, numbers] -> [rows, 4]."""
     size = rows.abs()
-    numbers = size.sum(1), (rows * rows).sum(1), rows.sum(1), (rows * size).sum(1)
-    return tuple((rows.shape[1], *row) for row in torch.stack(numbers, 1).tolist())
+    return torch.stack((size.sum(1), (rows * rows).sum(1), rows.sum(1), (rows * size).sum(1)), 1)
 
 
 @dataclass
@@ -107,13 +126,22 @@ class Seen:
         slices = () if whole or not found else (p for axis in found.slices for p in axis)
         for size, *numbers in (found.whole, *slices) if found else ():
             self._by_size.setdefault(size, []).append((*numbers, number))
+        if found and found.kept:
+            self.add(found.kept, number)
         self._sorted = False
 
     def has(self, wanted: Prints, within: float = AGREE) -> bool:
         """Whether it was made, whole or in slices."""
         if self.find(wanted.whole, within):
             return True
-        return any(all(self.find(p, within) for p in axis) for axis in wanted.slices)
+        if any(all(self.find(p, within) for p in axis) for axis in wanted.slices):
+            return True
+        return wanted.kept is not None and self.has(wanted.kept, within)
+
+    def find_whole(self, wanted: Prints, within: float = AGREE) -> list[int]:
+        """The numbers of those that look like it, or like those of its rows that this network has."""
+        kept = wanted.kept
+        return self.find(wanted.whole, within) or (self.find_whole(kept, within) if kept else [])
 
     def in_another_order(self, wanted: Prints, values: Sequence[Prints | None], within: float) -> bool:
         """Whether its slices along an axis are there in another order alone."""

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from driftlab.arithmetic.shadow import held
 from driftlab.network.calling import tensors_in
 from driftlab.network.compiled import DispatchMode
+from driftlab.tracing.rows import Rows
 
 # Writes into a tensor.
 Change = Callable[[Tensor], None]
@@ -40,14 +41,17 @@ class Rewriter(DispatchMode):
         return out
 
 
-def instead(values: Tensor) -> Change:
-    """Other values, as many."""
-    return partial(_put, values)
+def instead(values: Tensor, rows: Rows | None = None) -> Change:
+    """Other values, as many; or of these rows, where it has them."""
+    return partial(_put, values, rows)
 
 
-def _put(values: Tensor, tensor: Tensor) -> None:
+def _put(values: Tensor, rows: Rows | None, tensor: Tensor) -> None:
     with writing(tensor) as own:
-        own.copy_(values.reshape(tensor.shape))
+        if rows is None or values.numel() == own.numel():
+            own.copy_(values.reshape(tensor.shape))
+        else:
+            rows.put(values, own)
 
 
 def move(tensor: Tensor) -> None:
