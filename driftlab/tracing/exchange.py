@@ -13,11 +13,9 @@ module that is called several times, is put in whenever it is made.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
-from itertools import permutations, product
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -25,6 +23,7 @@ from torch import Tensor
 from driftlab.arithmetic.difference import distance
 from driftlab.tracing.cone import reached
 from driftlab.tracing.kept import Kept
+from driftlab.tracing.pairs import Pairs, orders
 from driftlab.tracing.prints import AGREE
 from driftlab.tracing.rewriting import instead
 from driftlab.tracing.running import Again
@@ -33,14 +32,9 @@ from driftlab.tracing.shared_rows import BothRows
 # Runs of the reference at most, fewer of one that makes many numbers.
 RUNS, NUMBERS = 400, 2e9
 # A value is put in as it lies, or with its axes turned, in so many of the ways that come nearest.
-LAYOUTS, AXES, LARGEST = 2, 4, 2**18
+LAYOUTS = 2
 # Runs in which a value before one that fits is looked for; pairs soon after what both have, at a time.
 BEFORE, SOON = 100, 30
-# Two values that both have come as late as one so many operations further on.
-LATER = 3
-
-# A value of the candidate's and one of the reference's that it may stand for.
-Pair = tuple[int, int]
 # Values of the reference, each beside what is put in its place.
 Change = dict[int, tuple[Tensor, Tensor]]
 
@@ -98,34 +92,27 @@ class _Search:
 
     def __init__(self, own: Kept, others: Kept, trial: _Trial):
         self._own, self._others, self._trial = own, others, trial
-        pairs = ((number, spot) for number in others.offered for spot in own.takes(others, number))
-        sizes = {n: AGREE * float(torch.linalg.vector_norm(tensor)) for n, tensor in own.tensors.items()}
-        self._apart = {p: far for p, far in _apart(pairs, own, others) if far > sizes[p[1]]}  # or it is there
-        self._copies: defaultdict[Pair, list[Pair]] = defaultdict(list)
-        for number, spot in self._apart:
-            self._copies[others.original[number], own.original[spot]].append((number, spot))
+        self._pairs = Pairs(own, others)
         self._least, self._waits = 0.0, trial.left / 2
         self.found: Exchanged | None = None
 
     def narrows(self) -> bool:
         """Tries the nearest ones, those first that come first; whether there may be more."""
-        own, others = self._own, self._others
-        partners = _nearest(self._apart)
+        own, others, pairs = self._own, self._others, self._pairs
+        partners = pairs.nearest()
         order = sorted(partners.items(), key=lambda p: (own.depth[p[0]], others.depth[p[1]]))
         waits, self._waits = self._waits, math.inf
         for spot, number in self._in_turn(order, waits):
             if self._trial.left <= self._least:
                 return False
-            if (number, spot) not in self._apart:  # a copy of what was tried
+            if (number, spot) not in pairs:  # a copy of what was tried
                 continue
             fit = self._trial.fit(self._changes(number, spot, partners))
-            for copy in self._copies[others.original[number], own.original[spot]]:
-                self._apart.pop(copy, None)
+            pairs.leave_out(number, spot)
             if fit:
                 self._least = self._trial.left - BEFORE
                 self.found = self._exchanged(number, spot, fit)
-                mine, theirs = own.before(spot, fit), reached([number], others.lacked)
-                self._apart = {p: far for p, far in self._apart.items() if p[0] in theirs and p[1] in mine}
+                pairs.keep(reached([number], others.lacked), own.before(spot, fit))
                 return len(self.found.scopes) > 1  # else it lies in one module
         return bool(partners)
 
@@ -134,13 +121,8 @@ class _Search:
         for pair in order:
             if self._trial.left <= waits:
                 waits = -math.inf
-                yield from self._soon()
+                yield from self._pairs.soonest(SOON)
             yield pair
-
-    def _soon(self) -> list[Pair]:
-        own, others = self._own.depth, self._others.depth
-        soonest = nsmallest(SOON, self._apart, key=lambda p: own[p[1]] + others[p[0]] or LATER)
-        return [(spot, number) for number, spot in soonest]
 
     def _changes(self, number: int, spot: int, partners: Mapping[int, int]) -> Iterator[Change]:
         """From then on whenever it is made, or once."""
@@ -165,34 +147,6 @@ class _Search:
         users = frozenset(values[n].scope for n in own.users(made))
         candidate_scope = self._others.flow.values[number].scope
         return Exchanged(values[made].scope, scopes, candidate_scope, own.shared[made], users)
-
-
-def _nearest(apart: Mapping[Pair, float]) -> dict[int, int]:
-    """Those of which each is the other's nearest, by the reference's."""
-    least: dict[tuple[int, int], float] = {}
-    for pair, far in apart.items():
-        for side in enumerate(pair):
-            least[side] = min(far, least.get(side, far))
-    found: dict[int, int] = {}
-    for pair, far in apart.items():
-        if all(far <= least[side] * (1 + AGREE) for side in enumerate(pair)):
-            found.setdefault(pair[1], pair[0])
-    return found
-
-
-def _apart(pairs: Iterable[Pair], own: Kept, others: Kept) -> Iterator[tuple[Pair, float]]:
-    """How far the two are apart, with their axes in the order that brings them nearest."""
-    alike = defaultdict(list)
-    for number, spot in pairs:
-        alike[number, own.tensors[spot].shape].append(spot)
-    for (number, _), spots in alike.items():
-        values, other = torch.stack([own.tensors[s] for s in spots]), others.tensors[number]
-        found = torch.full((len(spots),), math.inf, dtype=values.dtype)
-        for order in _orders(values[0], other):
-            turned = other.permute(order).reshape(values[0].shape)
-            differences = torch.where(values == turned, 0.0, values - turned).flatten(1)
-            found = torch.minimum(found, torch.linalg.vector_norm(differences, dim=1).nan_to_num(math.inf))
-        yield from zip(((number, spot) for spot in spots), found.tolist(), strict=True)
 
 
 class _Trial:
@@ -236,7 +190,7 @@ def _laid_out(change: Change) -> Iterator[dict[int, Tensor]]:
     Of several the first tells how, and all are turned so.
     """
     like, values = next(iter(change.values()))
-    shaped = [(values.permute(order).reshape(like.shape), order) for order in _orders(like, values)]
+    shaped = [(values.permute(order).reshape(like.shape), order) for order in orders(like, values)]
     shaped.sort(key=lambda one: distance(like, one[0]))
     size, tried = float(torch.linalg.vector_norm(like)), []
     for one, order in shaped:
@@ -246,13 +200,3 @@ def _laid_out(change: Change) -> Iterator[dict[int, Tensor]]:
             return
         tried.append(one)
         yield {n: other.permute(order).reshape(own.shape) for n, (own, other) in change.items()}
-
-
-def _orders(like: Tensor, values: Tensor) -> list[tuple[int, ...]]:
-    """How its axes may lie: as they do, and turned so that it has the shape, if it can have it."""
-    as_it_lies = tuple(range(values.dim()))
-    if values.dim() > AXES or values.numel() > LARGEST:
-        return [as_it_lies]
-    orders = list(permutations(as_it_lies))
-    shaped = [order for order in orders if [values.shape[a] for a in order] == list(like.shape)]
-    return [as_it_lies, *(shaped or orders)]
