@@ -18,6 +18,7 @@ from driftlab.mistakes.stopped import Stop, stopped
 from driftlab.network.pair import Pair
 from driftlab.probes.examination import Examination
 from driftlab.tracing.exchange import Exchanged, exchanged
+from driftlab.tracing.prints import prints
 from driftlab.tracing.running import FORWARD, Again, flow_of
 
 # A forward pass that is off by so little beside the gradients does not make these wrong.
@@ -61,7 +62,7 @@ def counterfactual(found: Examination, difference: Difference, place: str) -> Mu
         value = exchanged(mine, theirs, partial(are_theirs, cases), found.rows)
     with unless_ours():  # a mistake that has words says more, and where it is looked for the value tells
         within = value and {value.scope, *value.scopes}
-        theirs_made = flow_of(pair.candidate, *about, rows=found.rows[1])
+        theirs_made = flow_of(pair.candidate, *about, look=partial(prints, rows=found.rows[1]))
         if fit := fitting(cases, theirs_made, place, within, found.rows[0]):
             there = next((m for m in fit if m.scope == place), None)
             if there or value is None or len({m.scope for m in fit}) == 1:

@@ -29,8 +29,8 @@ from driftlab.tracing.rewriting import instead
 from driftlab.tracing.running import Again
 from driftlab.tracing.shared_rows import BothRows
 
-# Runs of the reference at most, fewer of one that makes many numbers.
-RUNS, NUMBERS = 400, 2e9
+# Runs of the reference at most, fewer of one that makes many numbers or many values.
+RUNS, NUMBERS, VALUES = 400, 2e9, 1.5e6
 # A value is put in as it lies, or with its axes turned, in so many of the ways that come nearest.
 LAYOUTS = 2
 # Runs in which a value before one that fits is looked for; pairs soon after what both have, at a time.
@@ -110,7 +110,7 @@ class _Search:
             fit = self._trial.fit(self._changes(number, spot, partners))
             pairs.leave_out(number, spot)
             if fit:
-                self._least = self._trial.left - BEFORE
+                self._least = max(0.0, self._trial.left - BEFORE)
                 self.found = self._exchanged(number, spot, fit)
                 pairs.keep(reached([number], others.lacked), own.before(spot, fit))
                 return len(self.found.scopes) > 1  # else it lies in one module
@@ -158,7 +158,7 @@ class _Trial:
 
     def __init__(self, mine: Again, own: Kept, agrees: Callable[[dict[str, Tensor]], bool]):
         self._mine, self._values, self._agrees, self._rows = mine, own.flow.values, agrees, own.rows
-        self.left = min(RUNS, NUMBERS / max(1, own.size))
+        self.left = min(RUNS, NUMBERS / max(1, own.size), VALUES / max(1, len(self._values)))
 
     def fit(self, changes: Iterable[Change]) -> Change | None:
         """The first that gives the candidate's results, and does not without its own first value."""

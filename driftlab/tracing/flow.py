@@ -26,7 +26,6 @@ from driftlab.network.compiled import DispatchMode
 from driftlab.network.modules import common
 from driftlab.tracing.prints import Prints, Seen, prints
 from driftlab.tracing.rewriting import all_made, written_by
-from driftlab.tracing.rows import Rows
 
 Made = tuple[int, str, int]
 
@@ -154,7 +153,7 @@ class Recorder(DispatchMode):
     Args:
         change: of a value by its number, once it was made: it may look at it, or write into it.
         printed: the numbers of the values whose prints are taken, which takes most of the time; None of all.
-        rows: those that the other network has, where it leaves some out.
+        look: takes them.
     """
 
     def __init__(
@@ -162,11 +161,11 @@ class Recorder(DispatchMode):
         scopes: Scopes,
         change: Callable[[int, Value, Tensor], None] | None = None,
         printed: Container[int] | None = None,
-        rows: Rows | None = None,
+        look: Callable[[Tensor], Prints | None] = prints,
     ):
         super().__init__()
         self.flow, self._scopes, self._change, self._operations = Flow(), scopes, change, 0
-        self._printed, self._rows = printed, rows
+        self._printed, self._look = printed, look
         self._made: dict[int, tuple[weakref.ref, int]] = {}
         self._weights: set[int] = set()
         self._written: dict[int, list[int]] = {}  # by the memory that was written into
@@ -207,7 +206,7 @@ class Recorder(DispatchMode):
     def _prints(self, tensor: Tensor) -> Prints | None:
         """Of the value that is made next."""
         wanted = self._printed is None or len(self.flow.values) in self._printed
-        return prints(tensor, self._rows) if wanted else None
+        return self._look(tensor) if wanted else None
 
     def _keep(self, tensor: Tensor, value: Value) -> int:
         number = self.flow.add(value)

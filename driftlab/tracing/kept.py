@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from driftlab.arithmetic.shadow import plain
 from driftlab.blame import callers
 from driftlab.tracing.cone import before_the_loss, reached
 from driftlab.tracing.flow import Value
-from driftlab.tracing.prints import Seen, same_numbers
+from driftlab.tracing.prints import Seen, prints, same_numbers
 from driftlab.tracing.rows import Rows
 from driftlab.tracing.running import Again
 
@@ -46,7 +46,7 @@ class Kept:
         self._callers: dict[int, tuple] = {}
         self._made: defaultdict[tuple, list[int]] = defaultdict(list)
         self.size, self.full = 0, False
-        self.flow = network.flow(change=self._keep, rows=rows)
+        self.flow = network.flow(change=self._keep, look=partial(prints, rows=rows))
         self.seen = self.flow.seen()
 
     def _keep(self, number: int, value: Value, tensor: Tensor) -> None:

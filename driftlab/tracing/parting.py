@@ -23,7 +23,7 @@ from driftlab.fold import Fold
 from driftlab.rounding import UNIT_ROUND_OFF
 from driftlab.tracing.cone import Cone
 from driftlab.tracing.flow import Flow
-from driftlab.tracing.prints import AGREE
+from driftlab.tracing.prints import AGREE, prints
 from driftlab.tracing.running import FORWARD, Again, flow_of
 from driftlab.tracing.shared_rows import BothRows, rows_of
 from driftlab.tracing.silencing import Silencing
@@ -32,6 +32,8 @@ Right = Callable[[str], bool]
 # By so many of the reference's own roundings may a right value's sums differ. bfloat16 makes thousands, fewer
 # where few numbers went through it: of three such faults three were placed at 5 and 8, two at 20, one at 90.
 OWN_ROUNDINGS = 8
+# What is moved by rounding is looked at as a whole.
+WHOLE = partial(prints, sliced=False)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,10 @@ def parting(
     flows = [flow_of(traced.network, whole, arithmetic, pass_, seed) for traced in both]
     rows = rows_of(*(run(traced.network) for traced in both), *flows) if pass_ in FORWARD else (None, None)
     if any(rows):
-        flows = [run(traced.network).flow(rows=own) for traced, own in zip(both, rows, strict=True)]
+        flows = [
+            run(traced.network).flow(look=partial(prints, rows=own))
+            for traced, own in zip(both, rows, strict=True)
+        ]
     margins = [_margins(t, f, whole, arithmetic, pass_, seed) for t, f in zip(both, flows, strict=True)]
     for narrower in (1, 4, 16):  # what is known to be wrong may not be taken for the same
         mine, theirs = (
@@ -107,11 +112,11 @@ def _margins(
 ) -> list[float]:
     """How far from each value that of the other may lie, for constants that one of them stores in float32."""
     if arithmetic == "float32":
-        return _roundings(flow, flow_of(traced.network, whole, "shadow", pass_, seed))
+        return _roundings(flow, flow_of(traced.network, whole, "shadow", pass_, seed, look=WHOLE))
     if arithmetic != "shadow":
         return [AGREE] * len(flow.values)
     twin, generator = nudged(traced.network, traced.constants)
-    moved = flow_of(twin, whole, arithmetic, pass_, seed, generator).values
+    moved = flow_of(twin, whole, arithmetic, pass_, seed, generator, look=WHOLE).values
     if len(moved) != len(flow.values):
         return [AGREE] * len(flow.values)
     pairs = ((v.prints, m.prints) for v, m in zip(flow.values, moved, strict=True))

@@ -60,11 +60,12 @@ class Prints:
         return size * squares - absolute**2 > 1e-6 * size * squares
 
 
-def prints(tensor: Tensor, rows: Rows | None = None) -> Prints | None:
+def prints(tensor: Tensor, rows: Rows | None = None, sliced: bool = True) -> Prints | None:
     """None of what holds no floating number. A number that stands for minus infinity counts as one.
 
     Args:
         rows: those that the other network has.
+        sliced: whether slices are told apart as well.
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.is_nested or not tensor.numel():
         return None
@@ -73,13 +74,13 @@ def prints(tensor: Tensor, rows: Rows | None = None) -> Prints | None:
         values = values.to_dense() if values.layout is not torch.strided else values
         values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
         kept = rows.of(values) if rows else None
-        return replace(_prints(values), kept=None if kept is None else _prints(kept))
+        return replace(_prints(values, sliced), kept=None if kept is None else _prints(kept, sliced))
 
 
-def _prints(values: Tensor) -> Prints:
+def _prints(values: Tensor, sliced: bool) -> Prints:
     values = values.double().squeeze()
     values = torch.where(values.abs() < 1e8, values, 0.0)
-    return Prints(_along(values, None)[0], tuple(_along(values, a) for a in _sliced(values)))
+    return Prints(_along(values, None)[0], tuple(_along(values, a) for a in _sliced(values) if sliced))
 
 
 def same_numbers(one: Prints | None, other: Prints | None) -> bool:
