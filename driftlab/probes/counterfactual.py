@@ -64,7 +64,8 @@ def counterfactual(found: Examination, difference: Difference, place: str) -> Mu
         within = value and {value.scope, *value.scopes}
         theirs_made = flow_of(pair.candidate, *about, look=partial(prints, rows=found.rows[1]))
         if fit := fitting(cases, theirs_made, place, within, found.rows[0]):
-            there = next((m for m in fit if m.scope == place), None)
+            agreed = (place, value.scope) if value else (place,)
+            there = next((m for module in agreed for m in fit if m.scope == module), None)
             if there or value is None or len({m.scope for m in fit}) == 1:
                 return there or fit[0]  # else a choice is another, which a change of any one of them would do
     return value

@@ -45,7 +45,8 @@ class Exchanged:
     scope: the module that makes the reference's value.
     scopes: all that make something between what both have and that value, and for it alone.
     candidate_scope: the module that makes the candidate's.
-    besides: whether the candidate comes by the reference's value, and something is done to it besides.
+    besides: whether the candidate comes by the reference's value, and something is done to it besides; not
+        where it is made of the same slices, of which it has others more often.
     users: the modules that go on with the reference's value.
     """
 
@@ -145,8 +146,9 @@ class _Search:
         made_there = (n for n in lacked if values[n].made_by[0] and values[n].prints is not None)
         scopes = frozenset(values[n].scope for n in made_there)
         users = frozenset(values[n].scope for n in own.users(made))
-        candidate_scope = self._others.flow.values[number].scope
-        return Exchanged(values[made].scope, scopes, candidate_scope, own.shared[made], users)
+        theirs, others = self._others.flow.values[number], self._others
+        besides = own.shared[made] and not (others.shared[number] and not own.seen.find_whole(theirs.prints))
+        return Exchanged(values[made].scope, scopes, theirs.scope, besides, users)
 
 
 class _Trial:

@@ -68,6 +68,8 @@ class Kept:
         self.original: list[int] = []
         for number, value in enumerate(values):
             made_of: set[int] = {number} if self.shared[number] else set()
+            if made_of and value.part:  # the other may take it from there at once
+                made_of |= {i for i in value.inputs if self.shared[i]}
             read = [i for i in value.inputs if not (values[i].weight and self.shared[i])]
             if not made_of:
                 made_of = set().union(*(self._made_of[i] for i in read))
@@ -107,12 +109,19 @@ class Kept:
                 continue
             if self.tensors[spot].numel() == size:
                 both = self.shared[spot] and others.shared[number]
-                if both and self.flow.values[spot].part and others.flow.values[number].part:
-                    continue  # rows of one table
+                if both and self._of_one_table(spot, others, number):
+                    continue
                 alike = self._made_of_theirs(spot, *(self._read_shared(spot) if both else ()))
                 made_of = sources | (others._read_shared(number) if both else set())
                 if alike == made_of == set() or not alike.isdisjoint(made_of):
                     yield spot
+
+    def _of_one_table(self, spot: int, others: Kept, number: int) -> bool:
+        """Whether both were taken out of the same tensor, of whose rows any may be taken."""
+        own, other = self.flow.values[spot], others.flow.values[number]
+        if not (own.part and other.part):
+            return False
+        return any(not self._theirs(i).isdisjoint(other.inputs) for i in own.inputs)
 
     def _read_shared(self, number: int) -> set[int]:
         return {i for i in self.flow.values[number].inputs if self.shared[i]}
