@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -29,8 +28,9 @@ class Rows:
     def put(self, rows: Tensor, values: Tensor) -> None:
         """Into ``values``, in the place of its own."""
         axes, kept = self._where(values) or (1, self.kept)
-        places = torch.unravel_index(kept.to(values.device), values.shape[:axes])
-        values[places] = rows.reshape(len(kept), *values.shape[axes:]).to(values)
+        flat = values.flatten(0, axes - 1).clone()
+        flat[kept.to(values.device)] = rows.reshape(len(kept), *values.shape[axes:]).to(values)
+        values.copy_(flat.reshape(values.shape))
 
     def _where(self, values: Tensor) -> tuple[int, Tensor] | None:
         """How many axes rows lie along, and which are kept."""

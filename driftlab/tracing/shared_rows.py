@@ -39,7 +39,7 @@ def rows_of(mine: Again, theirs: Again, own: Flow, other: Flow) -> BothRows:
     lacked = _lacked(own, other.seen()), _lacked(other, own.seen())
     if not any(min(a, b) < max(a, b) <= 2 * min(a, b) for a in lacked[0] for b in lacked[1]):
         return None, None
-    return _kept(_tensors(mine, lacked[0]), _tensors(theirs, lacked[1]))
+    return kept_rows(_tensors(mine, lacked[0]), _tensors(theirs, lacked[1]))
 
 
 def _lacked(flow: Flow, other: Seen) -> dict[int, list[int]]:
@@ -65,7 +65,8 @@ def _tensors(network: Again, lacked: Mapping[int, Sequence[int]]) -> list[Tensor
     return found
 
 
-def _kept(own: Iterable[Tensor], others: Sequence[Tensor]) -> BothRows:
+def kept_rows(own: Iterable[Tensor], others: Sequence[Tensor]) -> BothRows:
+    """By some values of each, [..., numbers of a row]."""
     for mine in own:
         for theirs in others:
             if mine.shape[-1] == theirs.shape[-1] and mine.numel() != theirs.numel():
