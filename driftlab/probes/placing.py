@@ -232,11 +232,9 @@ def bits_lost(found: Examination, narrow: list[Difference]) -> Place:
 
     both = Traced(pair.reference, ends, keeps), Traced(pair.candidate, ends, lambda n: keeps(own.get(n)))
     parted = _followed(found, *both, "float32", first.pass_)
-    return (
-        Place(called(pair.reference, parted.module), first.pass_, 0, parted.candidate_module)
-        if parted
-        else place
-    )
+    if parted is None:
+        return place
+    return Place(called(pair.reference, parted.module), first.pass_, 0, parted.candidate_module)
 
 
 def _other_weights(found: Examination, difference: Difference) -> Place | None:

@@ -88,10 +88,8 @@ def parting(
     flows = [flow_of(traced.network, whole, arithmetic, pass_, seed) for traced in both]
     rows = rows_of(*(run(traced.network) for traced in both), *flows) if pass_ in FORWARD else (None, None)
     if any(rows):
-        flows = [
-            run(traced.network).flow(look=partial(prints, rows=own))
-            for traced, own in zip(both, rows, strict=True)
-        ]
+        looks = [partial(prints, rows=own) for own in rows]
+        flows = [run(traced.network).flow(look=look) for traced, look in zip(both, looks, strict=True)]
     margins = [_margins(t, f, whole, arithmetic, pass_, seed) for t, f in zip(both, flows, strict=True)]
     for narrower in (1, 4, 16):  # what is known to be wrong may not be taken for the same
         mine, theirs = (

@@ -21,7 +21,7 @@ from driftlab.tracing.rows import Rows
 from driftlab.tracing.running import Again
 
 # Of so many values of a size, the first that the other network has not; of so many rows.
-FIRST, MOST = 4, 4096
+FIRST, MOST = 4, 2048
 
 BothRows = tuple[Rows | None, Rows | None]
 
@@ -58,11 +58,15 @@ def _tensors(network: Again, lacked: Mapping[int, Sequence[int]]) -> list[Tensor
     numbers, found = set(chain(*lacked.values())), list[Tensor]()
 
     def keep(number: int, value: Value, tensor: Tensor) -> None:
-        if number in numbers and tensor.dim() > 1:
+        if number in numbers and tensor.dim() > 1 and tensor.is_floating_point() and _is_dense(tensor):
             found.append(plain(tensor).double().cpu().clone())
 
     network.flow(change=keep, printed=())
     return found
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def kept_rows(own: Iterable[Tensor], others: Sequence[Tensor]) -> BothRows:
@@ -79,10 +83,10 @@ def kept_rows(own: Iterable[Tensor], others: Sequence[Tensor]) -> BothRows:
 
 def _rows_in(fewer: Tensor, more: Tensor) -> Tensor | None:
     """Which rows of ``more`` the other's are, each another one: the next that is alike, if there is one."""
-    few, many = (sums(values.flatten(0, -2)) for values in (fewer, more))
     found = prints(fewer)
-    if len(many) > MOST or found is None or not found.telling:
+    if more.numel() > MOST * more.shape[-1] or found is None or not found.telling:
         return None
+    few, many = (sums(values.flatten(0, -2)) for values in (fewer, more))
     within = AGREE * few[:, [0, 1, 0, 1]]
     alike = ((few[:, None] - many).abs() <= within[:, None]).all(-1)
     if not bool(alike.any(1).all()):
