@@ -14,7 +14,7 @@ from bench.habits import Rule, Score, score
 from bench.real_habits import HABITS, Seen
 from bench.real_rates import AS_A_HABIT, GROUPS, opening, real_rates
 from bench.run import Outcome
-from bench.summary import _table
+from bench.summary import _table, quoted
 from driftlab.glossary import PUBLISHED_NOTE
 from driftlab.verdict.statistics import clopper_pearson
 
@@ -179,7 +179,7 @@ def _wrong_row(one: Judged) -> tuple[str, ...]:
         row["expected place"][:120],
         row["place at first sight"],
         now,
-        row["headline"][:160],
+        quoted(row["headline"]),
     )
 
 

@@ -137,7 +137,7 @@ def _wrong(outcomes: Sequence[Outcome]) -> str:
         return "None."
     places = ["" if o.placed is not False else f"place: {o.where}" for o in wrong]
     rows = [
-        (o.name, o.task, o.label, o.verdict, place, o.headline[:160])
+        (o.name, o.task, o.label, o.verdict, place, quoted(o.headline))
         for o, place in zip(wrong, places, strict=True)
     ]
     return _table(("case", "network", "label", "verdict", "", "headline"), rows)
@@ -146,6 +146,11 @@ def _wrong(outcomes: Sequence[Outcome]) -> str:
 def _seconds(outcomes: Sequence[Outcome]) -> str:
     seconds = [o.seconds for o in outcomes]
     return f"n = {len(seconds)}, {median(seconds):.1f} s a case (median), {max(seconds):.1f} s at most"
+
+
+def quoted(headline: str) -> str:
+    """Its beginning; brackets, as in ``outputs[1][0]``, begin no link."""
+    return headline[:160].replace("[", "\\[")
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -90,6 +90,11 @@ def test_what_was_wrong_is_counted_and_shown():
     assert sorted(o.name for o in read_csv(as_csv(outcomes))) == sorted(o.name for o in outcomes)
 
 
+def test_an_output_that_is_named_by_brackets_is_no_link():
+    page = as_markdown([outcome("of [1][0]", "bug", "round_off", False)], "command", "bench.cases")
+    assert "it is of \\[1]\\[0]" in page  # else the site looks for a page of that name
+
+
 def test_what_the_held_out_cases_gave_at_first_sight_stays_on_the_page():
     first = [outcome("unseen", "bug", "round_off", False, held_out=True)]
     page = as_markdown(
