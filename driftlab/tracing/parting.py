@@ -84,12 +84,11 @@ def parting(
         fold: of the two; where they part in several modules, these are silenced in both to see which it is.
     """
     both = reference, candidate
-    run = partial(Again, whole=whole, arithmetic=arithmetic, pass_=pass_, seed=seed)
-    flows = [flow_of(traced.network, whole, arithmetic, pass_, seed) for traced in both]
-    rows = rows_of(*(run(traced.network) for traced in both), *flows) if pass_ in FORWARD else (None, None)
+    records = [partial(flow_of, traced.network, whole, arithmetic, pass_, seed) for traced in both]
+    flows = [record() for record in records]
+    rows = rows_of(*records, *flows) if pass_ in FORWARD else (None, None)
     if any(rows):
-        looks = [partial(prints, rows=own) for own in rows]
-        flows = [run(traced.network).flow(look=look) for traced, look in zip(both, looks, strict=True)]
+        flows = [record(look=partial(prints, rows=own)) for record, own in zip(records, rows, strict=True)]
     margins = [_margins(t, f, whole, arithmetic, pass_, seed) for t, f in zip(both, flows, strict=True)]
     for narrower in (1, 4, 16):  # what is known to be wrong may not be taken for the same
         mine, theirs = (
@@ -99,7 +98,8 @@ def parting(
         if mine.first:
             backward = pass_ not in FORWARD
             if fold is not None and not backward and len(mine.begun()) > 1:
-                silencing = Silencing((reference.network, candidate.network), flows, fold, run)
+                again = partial(Again, whole=whole, arithmetic=arithmetic, pass_=pass_, seed=seed)
+                silencing = Silencing((reference.network, candidate.network), flows, fold, again)
                 mine.keep(silencing.survivors(mine))
             return Parted(mine.scope(backward and theirs.is_cut(mine)), theirs.scope_beside(mine), rows)
     return None

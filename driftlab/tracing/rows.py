@@ -26,8 +26,8 @@ class Rows:
         return None if found is None else values.flatten(0, found[0] - 1)[found[1].to(values.device)]
 
     def put(self, rows: Tensor, values: Tensor) -> None:
-        """Into ``values``, in the place of its own."""
-        axes, kept = self._where(values) or (1, self.kept)
+        """Into ``values``, which have such rows, in the place of their own."""
+        axes, kept = self._where(values)
         flat = values.flatten(0, axes - 1).clone()
         flat[kept.to(values.device)] = rows.reshape(len(kept), *values.shape[axes:]).to(values)
         values.copy_(flat.reshape(values.shape))

@@ -8,7 +8,7 @@ other's then, and they seem to part from the first on. So the rows are sought th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -18,22 +18,22 @@ from driftlab.arithmetic.shadow import plain
 from driftlab.tracing.flow import Flow, Value
 from driftlab.tracing.prints import AGREE, Seen, prints, sums
 from driftlab.tracing.rows import Rows
-from driftlab.tracing.running import Again
 
 # Of so many values of a size, the first that the other network has not; of so many rows.
 FIRST, MOST = 4, 2048
 
+Record = Callable[..., Flow]
 BothRows = tuple[Rows | None, Rows | None]
 
 
-def rows_of(mine: Again, theirs: Again, own: Flow, other: Flow) -> BothRows:
+def rows_of(mine: Record, theirs: Record, own: Flow, other: Flow) -> BothRows:
     """Of reference and candidate; both None where they compute as many rows, or where that is not seen.
 
     By the first values that the other has not: of the first two of which the one is rows of the other, and
     most of them.
 
     Args:
-        mine, theirs: run the two.
+        mine, theirs: record the two; arguments as of ``Recorder``.
         own, other: their flows.
     """
     lacked = _lacked(own, other.seen()), _lacked(other, own.seen())
@@ -53,7 +53,7 @@ def _lacked(flow: Flow, other: Seen) -> dict[int, list[int]]:
     return {size: numbers for size, numbers in found.items() if numbers}
 
 
-def _tensors(network: Again, lacked: Mapping[int, Sequence[int]]) -> list[Tensor]:
+def _tensors(record: Record, lacked: Mapping[int, Sequence[int]]) -> list[Tensor]:
     """Those of its values that have rows."""
     numbers, found = set(chain(*lacked.values())), list[Tensor]()
 
@@ -61,7 +61,7 @@ def _tensors(network: Again, lacked: Mapping[int, Sequence[int]]) -> list[Tensor
         if number in numbers and tensor.dim() > 1 and tensor.is_floating_point() and _is_dense(tensor):
             found.append(plain(tensor).double().cpu().clone())
 
-    network.flow(change=keep, printed=())
+    record(change=keep, printed=())
     return found
 
 
