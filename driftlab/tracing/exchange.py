@@ -43,7 +43,8 @@ Change = dict[int, tuple[Tensor, Tensor]]
 class Exchanged:
     """Attributes:
     scope: the module that makes the reference's value.
-    scopes: all that make something between what both have and that value, and for it alone.
+    scopes: all that make something between what both have and that value, and for it alone; what the
+        candidate has in parts alone, each of which might stand elsewhere, counts as between.
     candidate_scope: the module that makes the candidate's.
     besides: whether the candidate comes by the reference's value, and something is done to it besides; not
         where it is made of the same slices, of which it has others more often.
@@ -142,7 +143,7 @@ class _Search:
         values = own.flow.values
         while not values[made].made_by[0] and values[made].inputs:  # it was written into
             made = max(values[made].inputs)
-        lacked = (n for n in own.before(spot, fit) if n == spot or not own.shared[n])
+        lacked = (n for n in own.before(spot, fit) if n == spot or not own.has_whole(n))
         made_there = (n for n in lacked if values[n].made_by[0] and values[n].prints is not None)
         scopes = frozenset(values[n].scope for n in made_there)
         users = frozenset(values[n].scope for n in own.users(made))

@@ -160,8 +160,18 @@ class Kept:
         values = self.flow.values
         ends = set(self.flow.results.values()).difference(others)
         past = reached(ends, lambda n: [i for i in values[n].inputs if i not in others])
-        lacked = reached([number], self.lacked)
+        lacked = reached([number], self._lacked_whole)
         return (lacked | {i for n in lacked for i in values[n].inputs if i in self._offered}) - past
+
+    def _lacked_whole(self, number: int) -> list[int]:
+        return [i for i in self.flow.values[number].inputs if not self.has_whole(i)]
+
+    def has_whole(self, number: int) -> bool:
+        """Whether both have it, and the other not its slices alone, each of which might stand elsewhere."""
+        value = self.flow.values[number]
+        if not self.shared[number] or value.given or not value.prints.telling:
+            return self.shared[number]
+        return bool(self._other.find_whole(value.prints))
 
     def users(self, number: int) -> set[int]:
         """What is made of a value, or of a copy of it; copies apart."""
