@@ -66,6 +66,8 @@ def exchanged(
 ) -> Exchanged | None:
     """The first value of the candidate's that makes its results of the reference's; None where none does.
 
+    Nor where it is one of the results themselves, which several modules come by: any fault makes these.
+
     Args:
         mine, theirs: run reference and candidate.
         agrees: whether results, by the reference's names, are the candidate's.
@@ -79,7 +81,9 @@ def exchanged(
     search = _Search(own, others, _Trial(mine, own, agrees))
     while search.narrows():
         pass
-    return search.found
+    found = search.found
+    several = found is not None and len(found.scopes) > 1
+    return None if several and own.is_a_result(search.spot) else found
 
 
 class _Search:
@@ -90,6 +94,7 @@ class _Search:
 
     Attributes:
         found: by the first that fits; then by one of those before it, if that fits as well.
+        spot: the number of the reference's value.
     """
 
     def __init__(self, own: Kept, others: Kept, trial: _Trial):
@@ -97,6 +102,7 @@ class _Search:
         self._pairs = Pairs(own, others)
         self._least, self._waits = 0.0, trial.left / 2
         self.found: Exchanged | None = None
+        self.spot = 0
 
     def narrows(self) -> bool:
         """Tries the nearest ones, those first that come first; whether there may be more."""
@@ -113,7 +119,7 @@ class _Search:
             pairs.leave_out(number, spot)
             if fit:
                 self._least = max(0.0, self._trial.left - BEFORE)
-                self.found = self._exchanged(number, spot, fit)
+                self.found, self.spot = self._exchanged(number, spot, fit), spot
                 pairs.keep(reached([number], others.lacked), own.before(spot, fit))
                 return len(self.found.scopes) > 1  # else it lies in one module
         return bool(partners)

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 
 from torch import Tensor
 
+from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.shadow import plain
 from driftlab.blame import callers
 from driftlab.tracing.cone import before_the_loss, reached
@@ -172,6 +173,11 @@ class Kept:
         if not self.shared[number] or value.given or not value.prints.telling:
             return self.shared[number]
         return bool(self._other.find_whole(value.prints))
+
+    def is_a_result(self, number: int) -> bool:
+        """Whether its numbers are one of the outputs."""
+        values, ends = self.flow.values, self.flow.results.items()
+        return any(same_numbers(values[number].prints, values[n].prints) for end, n in ends if end != LOSS)
 
     def users(self, number: int) -> set[int]:
         """What is made of a value, or of a copy of it; copies apart."""
