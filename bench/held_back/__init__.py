@@ -12,5 +12,6 @@ changes had learnt of other orders and of weights; ``ninth_*``, six more, each p
 other modules, and as flat code; ``tenth_*``, six more of that kind, when values of the candidate's had learnt
 to stand in for the reference's; ``eleventh_*``, six more, when these were sought by what is nearest;
 ``twelfth_*``, six more, when all calls in a module that take one value were changed together;
-``thirteenth_*``, six more, when these were judged.
+``thirteenth_*``, six more, when these were judged; ``fourteenth_*``, six more, when rows that one network
+leaves out had learnt to be left out.
 """
