@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,11 +85,19 @@ class Accused:
         return None if found is None else found.cpu()
 
 
-def are_theirs(cases: Sequence[Accused], results: Mapping[str, Tensor]) -> bool:
+def are_theirs(
+    cases: Sequence[Accused], results: Mapping[str, Tensor], among: Collection[str] | None = None
+) -> bool:
     """Whether results are the candidate's in every quantity, but for rounding.
 
     Of the first, which differs, they leave next to nothing over: a difference near rounding is in any result.
+
+    Args:
+        among: these quantities, where one of them differs; None all.
     """
+    told = [case for case in cases if among is not None and case.name in among]
+    if any(case.apart > case.rounding for case in told):
+        cases = sorted(told, key=lambda case: case.apart <= case.rounding)
     if not all(case.is_theirs(results.get(case.name)) for case in cases):
         return False
     return distance(cases[0].theirs, results[cases[0].name]) * HALFWAY_BITS <= cases[0].apart

@@ -17,6 +17,8 @@ Change = Callable[[int, Call, Sequence[Tensor]], Any]
 Key = tuple[int, int]  # the number of a call, the place of a tensor among its arguments
 RESULT = -1  # in place of an argument's
 _TELLS_NOTHING = ("get", "set", "size", "dim", "numel", "is_floating_point", "stride", "item", "detach")
+# They are given tensors as places in a graph, where an alias has none.
+_DIFFERENTIATES = ("grad", "backward")
 _DETACHES = (Tensor.detach, torch.detach, Tensor.detach_, Tensor.data.__get__)
 
 
@@ -40,16 +42,19 @@ class Calls(TorchFunctionMode):
 class Operands(TorchFunctionMode):
     """Every call takes, and gives, what ``see(key, function, tensor)`` makes of its floating tensors.
 
-    Calls that write into what they are given keep it: that must be the tensor itself.
+    Calls that write into what they are given, or differentiate by it, get the tensor itself.
     """
 
     def __init__(self, see: Callable[[Key, str, Tensor], Tensor]):
         super().__init__()
         self._see, self._calls = see, 0
+        self._itself: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         call = Call(func, tuple(args), kwargs or {})
         self._calls += 1
+        if call.name in _DIFFERENTIATES:
+            return call.with_tensors(lambda _, tensor: self._before_it_was_seen(tensor)).run()
         if call.writes:
             return call.run()
         out = self._seen(call, call.name).run()
@@ -74,7 +79,16 @@ class Operands(TorchFunctionMode):
         return call.with_tensors(seen)
 
     def _of(self, place: int, function: str, tensor: Tensor) -> Tensor:
-        return self._see((self._calls, place), function, tensor) if tensor.is_floating_point() else tensor
+        if not tensor.is_floating_point():
+            return tensor
+        seen = self._see((self._calls, place), function, tensor)
+        self._itself[id(seen)] = seen, tensor
+        return seen
+
+    def _before_it_was_seen(self, tensor: Tensor) -> Tensor:
+        while tensor is not (before := self._itself.get(id(tensor), (tensor, tensor))[1]):
+            tensor = before
+        return tensor
 
 
 class Undetached(TorchFunctionMode):

@@ -100,7 +100,7 @@ class Mutants:
         self.lines[line].setdefault(scope, set()).add(number)
         self._lines_of[scope].add(line[:-1])
         self._indices.see(number, scope, call)
-        self._handed.see(number, call, self._scopes.entered, earlier)
+        self._handed.see(number, call, out, self._scopes.entered, earlier)
         self._swapped.see(number, scope, self._handed_by(scope), call, out)
         kept = number in self._frontier
         if not kept and self._had.get(number):  # the candidate's call is right

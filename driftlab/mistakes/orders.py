@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlab.mistakes.torch_call import Call
+from driftlab.mistakes.torch_call import TRANSPOSED, Call
 
 Mutation = tuple[str, Callable[[], Any]]
 # They give the numbers that they are given.
 MOVES = (
     *("view", "reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "movedim"),
     *("contiguous", "expand", "expand_as", "view_as", "to", "float", "double", "clone", "type_as", "detach"),
-    *("t", "swapaxes", "broadcast_to", "repeat", "repeat_interleave"),
+    *("t", "swapaxes", "broadcast_to", "repeat", "repeat_interleave", *TRANSPOSED),
 )
 JOINS = ("cat", "stack", "concat")
 _REGROUPS = ("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as")
-_EXCHANGES = ("transpose", "permute", "movedim", "swapaxes", "t")
+_EXCHANGES = ("transpose", "permute", "movedim", "swapaxes", "t", *TRANSPOSED)
 
 
 def turnings(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

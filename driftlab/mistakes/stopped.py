@@ -24,7 +24,7 @@ from driftlab.fold.layout import gradient_of
 from driftlab.mistakes.call_modes import Key, Operands, Undetached
 from driftlab.mistakes.held_statistics import HeldStatistics
 from driftlab.network.calling import copied, seed_random_layers
-from driftlab.network.modules import common, is_torchs
+from driftlab.network.modules import common, is_torchs, lies_in
 from driftlab.tracing.flow import Scopes
 
 # For the two forward passes weights are moved by so much of their size, up and down.
@@ -86,7 +86,7 @@ class _Ways:
     def __init__(self, network: nn.Module, whole: Recorded, arithmetic: str, seed: int):
         self._network = copied(network)
         self._operands: Operands | None = None
-        self._kept = 0
+        self._kept, self._sending = 0, False
         self._modules = dict(self._network.named_modules())
         for name, module in self._modules.items():  # before it is at work: what its caller hands on
             if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
@@ -112,13 +112,15 @@ class _Ways:
             return None
         own = [operands[key] for key in found]
         scopes = {o.scope.rpartition(".")[0] if self._takes(o) else o.scope for o in own}
-        handed = {
-            o.function
-            for o in own
-            if o.function in self._modules and not is_torchs(self._modules[o.function])
-        }
         words = _words(own[0], shares[0][found[0]])
-        return Stop(common(scopes), frozenset(scopes | handed), any(o.is_weight for o in own), words)
+        handed = {o.function for o in own if self._is_own(o.function)}
+        # what a module hands on as it is given it is its own caller's
+        between = {m for m in scopes | handed if not any(m != h and lies_in(m, h) for h in handed)}
+        return Stop(common(scopes), frozenset(between), any(o.is_weight for o in own), words)
+
+    def _is_own(self, function: str) -> bool:
+        """Whether it is a module, and none of torch's."""
+        return function in self._modules and not is_torchs(self._modules[function])
 
     def _takes(self, operand: _Operand) -> bool:
         """Whether a module of torch's own is given it, so that its caller's code hands it on."""
@@ -134,6 +136,8 @@ class _Ways:
             scope, weight = self._scopes.now, tensor.is_leaf
 
             def keep(gradient: Tensor) -> None:
+                if not self._sending:  # a network that differentiates on its way, as for forces
+                    return
                 self._kept += gradient.numel()
                 if self._kept > KEPT:
                     found.clear()
@@ -221,7 +225,10 @@ class _Ways:
                 outputs = self._whole.called(twin, given, self._arithmetic)
             if not backward:
                 return {}
-            self._whole.measured(twin, outputs, self._arithmetic).backward()
+            loss = self._whole.measured(twin, outputs, self._arithmetic)
+            self._sending = True
+            loss.backward()
+            self._sending = False
         return {name: plain(gradient_of(leaf)).cpu() for name, leaf in named.items()}
 
 

@@ -12,6 +12,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+# Attributes of a tensor that are a call of it.
+TRANSPOSED = ("T", "mT", "H", "mH")
+
 
 @dataclass(frozen=True)
 class Call:
@@ -23,16 +26,21 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Without what marks a dunder, an operation in place or one from the right."""
-        name = getattr(self.function, "__name__", "").strip("_")
+        """Without what marks a dunder, an operation in place or one from the right; of ``x.mT`` that."""
+        name = getattr(self.function, "__name__", "")
+        if name == "__get__":
+            return getattr(self.function.__self__, "__name__", "get")
+        name = name.strip("_")
         return _ALIASES.get(name, name)
 
     @property
     def writes(self) -> bool:
-        """Whether it sets something, or writes into what it is given."""
+        """Whether it sets something, or writes into what it is given; or reads no value (``x.shape``)."""
         name = getattr(self.function, "__name__", "")
+        if name == "__get__":
+            return self.name not in TRANSPOSED
         if name.startswith("__"):
-            return name in ("__get__", "__set__", "__setitem__") or name.startswith("__i")
+            return name in ("__set__", "__setitem__") or name.startswith("__i")
         return name.endswith("_") or "out" in self.kwargs
 
     def run(self) -> Any:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from itertools import takewhile
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 Sources = Callable[[str], frozenset[str]]
 
@@ -74,6 +76,13 @@ def common(modules: Iterable[str]) -> str:
 def common_parent(names: Iterable[str]) -> str:
     """The innermost module that holds all of these tensors."""
     return common(name.rpartition(".")[0] for name in names)
+
+
+def evaluates_otherwise(module: nn.Module) -> bool:
+    """Whether it is a layer of torch's that does something else in eval mode."""
+    if isinstance(module, _NormBase):
+        return module.running_mean is not None
+    return isinstance(module, _DropoutNd)
 
 
 def is_torchs(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from driftlab.network.modules import called, is_torchs, lies_in
+from driftlab.network.modules import called, evaluates_otherwise, is_torchs, lies_in
 from driftlab.network.pair import Pair
 from driftlab.tracing.exchange import Exchanged
 from driftlab.words import Place
@@ -24,9 +24,17 @@ def where_a_value_would(pair: Pair, place: Place, value: Exchanged) -> Place:
         return _where_more_is_done(pair, place, value)
     several = len(value.scopes) > 1  # where one module makes it all, it is that module
     callers = set(map(_caller, value.scopes)) if several else set()
-    if place.module and place.module in value.scopes | callers:
+    if place.module and place.module in value.scopes | callers and not _joined_to(pair, place, value.scope):
         return place
     return replace(place, module=called(pair.reference, value.scope), candidate_module=value.candidate_scope)
+
+
+def _joined_to(pair: Pair, place: Place, module: str) -> bool:
+    """Whether that layer, which evaluates as it trains, may be joined to one that does not, as to a norm."""
+    if place.pass_ != "eval" or not _torchs(pair, place.module):
+        return False
+    layer, other = (pair.reference.get_submodule(name) for name in (place.module, module))
+    return evaluates_otherwise(other) and not evaluates_otherwise(layer)
 
 
 def _where_more_is_done(pair: Pair, place: Place, value: Exchanged) -> Place:

@@ -13,7 +13,7 @@ module that is called several times, is put in whenever it is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from driftlab.arithmetic.difference import distance
 from driftlab.tracing.cone import reached
+from driftlab.tracing.integers import integer_pairs
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.pairs import Pairs, orders
 from driftlab.tracing.prints import AGREE
@@ -61,7 +62,7 @@ class Exchanged:
 def exchanged(
     mine: Again,
     theirs: Again,
-    agrees: Callable[[dict[str, Tensor]], bool],
+    agrees: Callable[[Mapping[str, Tensor], Collection[str]], bool],
     rows: BothRows = (None, None),
 ) -> Exchanged | None:
     """The first value of the candidate's that makes its results of the reference's; None where none does.
@@ -70,7 +71,7 @@ def exchanged(
 
     Args:
         mine, theirs: run reference and candidate.
-        agrees: whether results, by the reference's names, are the candidate's.
+        agrees: whether these of the results, by the reference's names, are the candidate's.
         rows: of each those that the other has, where that leaves some out.
     """
     own, others = Kept(mine, rows[0]), Kept(theirs, rows[1])
@@ -81,9 +82,22 @@ def exchanged(
     search = _Search(own, others, _Trial(mine, own, agrees))
     while search.narrows():
         pass
-    found = search.found
-    several = found is not None and len(found.scopes) > 1
-    return None if several and own.is_a_result(search.spot) else found
+    if (found := search.found) is not None and len(found.scopes) == 1:
+        return found
+    if (index := _integers(own, others, _Trial(mine, own, agrees))) is not None:
+        return index
+    return None if found is not None and own.is_a_result(search.spot) else found
+
+
+def _integers(own: Kept, others: Kept, trial: _Trial) -> Exchanged | None:
+    """The same of an index, a position or a mask."""
+    for one in integer_pairs(own, others):
+        if trial.fit([{one.spot: (own.integers[one.spot], one.values)}]):
+            made = own.written(one.made)
+            scope, theirs = own.flow.values[made].scope, others.flow.values[one.number].scope
+            users = frozenset(own.flow.values[n].scope for n in own.users(one.spot))
+            return Exchanged(scope, frozenset({scope}), theirs, False, users)
+    return None
 
 
 class _Search:
@@ -145,10 +159,8 @@ class _Search:
 
     def _exchanged(self, number: int, spot: int, fit: Change) -> Exchanged:
         """What was made may pass through others unchanged."""
-        own, made = self._own, self._own.original[spot]
+        own, made = self._own, self._own.written(self._own.original[spot])
         values = own.flow.values
-        while not values[made].made_by[0] and values[made].inputs:  # it was written into
-            made = max(values[made].inputs)
         lacked = (n for n in own.before(spot, fit) if n == spot or not own.has_whole(n))
         made_there = (n for n in lacked if values[n].made_by[0] and values[n].prints is not None)
         scopes = frozenset(values[n].scope for n in made_there)
@@ -165,8 +177,11 @@ class _Trial:
         left: how many there still may be.
     """
 
-    def __init__(self, mine: Again, own: Kept, agrees: Callable[[dict[str, Tensor]], bool]):
+    def __init__(
+        self, mine: Again, own: Kept, agrees: Callable[[Mapping[str, Tensor], Collection[str]], bool]
+    ):
         self._mine, self._values, self._agrees, self._rows = mine, own.flow.values, agrees, own.rows
+        self._steady = own.steady
         self.left = min(RUNS, NUMBERS / max(1, own.size), VALUES / max(1, len(self._values)))
 
     def fit(self, changes: Iterable[Change]) -> Change | None:
@@ -190,7 +205,7 @@ class _Trial:
             )
         except Exception:  # it does not run so, wherever that shows
             return False
-        return self._agrees(ends)
+        return self._agrees(ends, self._steady)
 
 
 def _laid_out(change: Change) -> Iterator[dict[int, Tensor]]:

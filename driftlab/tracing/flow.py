@@ -42,6 +42,8 @@ class Value:
         given: a weight, what is made of weights alone, or the batch: the two have that in common.
         weight: a weight, or what is made of weights alone.
         made_by: the number of the operation, torch's name of it, and the place among its results.
+        sent_back: whether it was made on a way back within the pass, as forces are, and follows what is
+            computed and how.
     """
 
     scope: str
@@ -51,6 +53,7 @@ class Value:
     given: bool = False
     weight: bool = False
     made_by: Made = (0, "", 0)
+    sent_back: bool = False
 
     @property
     def part(self) -> bool:
@@ -201,7 +204,8 @@ class Recorder(DispatchMode):
     def _value(self, inputs: tuple[int, ...], tensor: Tensor, made_by: Made = (0, "", 0)) -> Value:
         fed = any(self.flow.values[i].fed for i in inputs)
         weight = bool(inputs) and self._weights.issuperset(inputs)
-        return Value(self._scopes.now, inputs, self._prints(tensor), fed, weight, weight, made_by)
+        back = torch._C._current_graph_task_id() != -1
+        return Value(self._scopes.now, inputs, self._prints(tensor), fed, weight, weight, made_by, back)
 
     def _prints(self, tensor: Tensor) -> Prints | None:
         """Of the value that is made next."""

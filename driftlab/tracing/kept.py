@@ -30,6 +30,7 @@ class Kept:
         full: whether there were too many to be kept.
         size: how many there are.
         tensors: by the number of the value, without axes of one.
+        integers: the same of values without floating numbers: indices, positions, masks.
 
     Once it was compared:
 
@@ -43,6 +44,7 @@ class Kept:
     def __init__(self, network: Again, rows: Rows | None = None):
         self.rows = rows
         self.tensors: dict[int, Tensor] = {}
+        self.integers: dict[int, Tensor] = {}
         self._alike: dict[int, frozenset[int]] = {}
         self._callers: dict[int, tuple] = {}
         self._made: defaultdict[tuple, list[int]] = defaultdict(list)
@@ -53,12 +55,16 @@ class Kept:
     def _keep(self, number: int, value: Value, tensor: Tensor) -> None:
         self.size += tensor.numel()
         self.full = self.full or self.size > LARGEST
-        if value.made_by[0] and not self.full and value.prints is not None:
-            values = plain(tensor).cpu()
-            kept = self.rows.of(values) if self.rows else None
-            self.tensors[number] = (values if kept is None else kept).squeeze().clone()
-            self._callers[number] = callers()
-            self._made[value.scope, *value.made_by[1:]].append(number)
+        counts = not (tensor.is_floating_point() or tensor.is_complex())
+        known = counts or (value.made_by[0] and value.prints is not None)
+        if self.full or not known or not tensor.numel():
+            return
+        values = plain(tensor).cpu()
+        kept = self.rows.of(values) if self.rows else None
+        held = self.integers if counts else self.tensors
+        held[number] = (values if kept is None else kept).squeeze().clone()
+        self._callers[number] = callers()
+        self._made[value.scope, *value.made_by[1:], counts].append(number)
 
     def compare(self, other: Seen) -> None:
         """Which values the other network has, and where those begin that lead to the results without it."""
@@ -149,7 +155,8 @@ class Kept:
     def made_again(self, number: int) -> list[list[int]]:
         """A value and those after it that the module makes so; at its line; called from there; none."""
         value, called_by = self.flow.values[number], self._callers[number]
-        later = [n for n in self._made[value.scope, *value.made_by[1:]] if n >= number]
+        made = self._made[value.scope, *value.made_by[1:], number in self.integers]
+        later = [n for n in made if n >= number]
         line = [n for n in later if self._callers[n][:1] == called_by[:1]]
         return [later, line, [n for n in line if self._callers[n] == called_by], [number]]
 
@@ -159,7 +166,7 @@ class Kept:
         As far as it leads to a value, which is one of these.
         """
         values = self.flow.values
-        ends = set(self.flow.results.values()).difference(others)
+        ends = {self.flow.results[end] for end in self.steady}.difference(others)
         past = reached(ends, lambda n: [i for i in values[n].inputs if i not in others])
         lacked = reached([number], self._lacked_whole)
         return (lacked | {i for n in lacked for i in values[n].inputs if i in self._offered}) - past
@@ -174,10 +181,28 @@ class Kept:
             return self.shared[number]
         return bool(self._other.find_whole(value.prints))
 
+    def written(self, number: int) -> int:
+        """The value itself; of one that was written into, the last that was written."""
+        values = self.flow.values
+        while not values[number].made_by[0] and values[number].inputs:
+            number = max(values[number].inputs)
+        return number
+
     def is_a_result(self, number: int) -> bool:
         """Whether its numbers are one of the outputs."""
         values, ends = self.flow.values, self.flow.results.items()
         return any(same_numbers(values[number].prints, values[n].prints) for end, n in ends if end != LOSS)
+
+    @cached_property
+    def steady(self) -> set[str]:
+        """The results that no slope goes into, taken on the way; all where it goes into all of them.
+
+        A value put in changes what is computed of it, and not the slope of what it was computed by.
+        """
+        values, results = self.flow.values, self.flow.results
+        made_of = {end: reached([n], lambda at: values[at].inputs) for end, n in results.items()}
+        found = {end for end, made in made_of.items() if not any(values[n].sent_back for n in made)}
+        return found or set(results)
 
     def users(self, number: int) -> set[int]:
         """What is made of a value, or of a copy of it; copies apart."""

@@ -1,0 +1,83 @@
+"""Indices, positions and masks of the one network, to be put in the place of the other's.
+
+Their numbers say little: many tensors hold the same ones, and in another order they are another index. So
+none is recognised by them. Where all are left out that both have number by number, few remain, and these are
+tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from driftlab.arithmetic.difference import distance
+from driftlab.tracing.cone import reached
+from driftlab.tracing.kept import Kept
+from driftlab.tracing.pairs import orders
+
+# Values that are compared at most, and pairs that are tried.
+COMPARED, TRIED = 300, 60
+
+
+@dataclass(frozen=True)
+class IntegerPair:
+    """A value of the candidate's for one of the reference's.
+
+    Attributes:
+        spot: the reference's, where another can be put in.
+        made: that of which it is a copy.
+        number: the candidate's.
+        values: its own; or of a mask, the opposite.
+    """
+
+    spot: int
+    made: int
+    number: int
+    values: Tensor
+
+
+def integer_pairs(own: Kept, others: Kept) -> list[IntegerPair]:
+    """Those that only one of the two has, of one size; the nearest, in the reference's order."""
+    mine, theirs = _leading(own), _leading(others)
+    apart = [
+        (_far(own.integers[spot], values), IntegerPair(spot, mine[spot], number, values))
+        for spot, number in product(mine, theirs)
+        if own.integers[spot].numel() == others.integers[number].numel()
+        for values in _forms(others.integers[number])
+    ]
+    had, had_there = ({getattr(p, of) for far, p in apart if not far} for of in ("spot", "number"))
+    left = [(far, p) for far, p in apart if p.spot not in had and p.number not in had_there]
+    nearest = sorted(left, key=lambda one: one[0])[:TRIED]
+    return sorted((pair for _, pair in nearest), key=lambda pair: (pair.spot, pair.number))
+
+
+def _leading(network: Kept) -> dict[int, int]:
+    """Those that lead to the results and hold several numbers, copies once; with what each is a copy of."""
+    values, integers = network.flow.values, network.integers
+    made: dict[int, int] = {}
+    found: dict[int, int] = {}
+    leads = reached(network.flow.results.values(), lambda n: values[n].inputs)
+    for number in sorted(leads & integers.keys()):
+        own = integers[number]
+        copied = (i for i in values[number].inputs if i in made and torch.equal(integers[i], own))
+        made[number] = made.get(next(copied, -1), number)
+        first = made[number] not in found.values() and values[number].made_by[0]
+        if first and not values[made[number]].given and own.max() > own.min():
+            found[number] = made[number]
+    return dict(list(found.items())[:COMPARED])
+
+
+def _forms(values: Tensor) -> Iterator[Tensor]:
+    yield values
+    if bool(((values == 0) | (values == 1)).all()):  # a mask of what is left out, not of what is kept
+        yield 1 - values
+
+
+def _far(own: Tensor, other: Tensor) -> float:
+    """0 where they are the same, their axes in whatever order."""
+    turned = (other.permute(order).reshape(own.shape) for order in orders(own, other))
+    return min(distance(own, one) for one in turned)
