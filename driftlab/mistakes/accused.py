@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from driftlab.fold.layout import AnyFold, index_of
 from driftlab.network.outputs import Outputs
 from driftlab.rounding import HALFWAY, HALFWAY_BITS, UNIT_ROUND_OFF
 from driftlab.tracing.prints import AGREE
+
+# What of a difference may be left where a mistake explains it. A constant in float32 is off by up to 2^-24.
+LEFT = 1e-6
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Accused:
     seed: int = 0
     prefix: str = ""
 
-    @property
+    @cached_property
     def apart(self) -> float:
         return distance(self.theirs, self.mine)
 
@@ -52,12 +56,13 @@ class Accused:
         return self._is(self.mine, found)
 
     def is_theirs(self, found: Tensor | None) -> bool:
-        return self._is(self.theirs, found)
+        """The candidate's; a constant that it holds with more digits may be left over."""
+        return self._is(self.theirs, found, LEFT * self.apart)
 
-    def _is(self, wanted: Tensor, found: Tensor | None) -> bool:
+    def _is(self, wanted: Tensor, found: Tensor | None, besides: float = 0.0) -> bool:
         if found is None or found.shape != wanted.shape:
             return False
-        return distance(wanted, found) <= max(self.rounding, AGREE * finite_norm(wanted))
+        return distance(wanted, found) <= max(self.rounding, AGREE * finite_norm(wanted), besides)
 
     @property
     def rounding(self) -> float:

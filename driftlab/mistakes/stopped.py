@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from driftlab.arithmetic.passes import Recorded, computing, fresh_inputs, in_arithmetic, own_copies
 from driftlab.arithmetic.shadow import held, plain
 from driftlab.fold.layout import gradient_of
+from driftlab.mistakes.accused import LEFT
 from driftlab.mistakes.call_modes import Key, Operands, Undetached
 from driftlab.mistakes.held_statistics import HeldStatistics
 from driftlab.network.calling import copied, seed_random_layers
@@ -32,8 +33,6 @@ MOVED = 1e-6
 # Directions, and how near a number must be to what is lacked (the central difference is exact to 1e-6).
 # One direction fixes the factor of an operand; two more confirm it by chance in about 1 case of 1e8.
 DIRECTIONS, NEAR = 3, 1e-4
-# What of a difference may be left where it is explained by a run.
-LEFT = 1e-6
 # Modules that are run one by one at most.
 MODULES = 64
 # Gradients that are kept, as numbers of 8 bytes: of a network that sends more back nothing is told.

@@ -92,7 +92,7 @@ def exchanged(
 def _integers(own: Kept, others: Kept, trial: _Trial) -> Exchanged | None:
     """The same of an index, a position or a mask."""
     for one in integer_pairs(own, others):
-        if trial.fit([{one.spot: (own.integers[one.spot], one.values)}]):
+        if trial.gives_theirs({one.spot: one.values}):
             made = own.written(one.made)
             scope, theirs = own.flow.values[made].scope, others.flow.values[one.number].scope
             users = frozenset(own.flow.values[n].scope for n in own.users(one.spot))
@@ -189,12 +189,12 @@ class _Trial:
         return next((c for c in changes if any(map(self._fits, _laid_out(c)))), None)
 
     def _fits(self, values: Mapping[int, Tensor]) -> bool:
-        if not self._gives_theirs(values):
+        if not self.gives_theirs(values):
             return False
         _, *later = values
-        return not later or not self._gives_theirs({number: values[number] for number in later})
+        return not later or not self.gives_theirs({number: values[number] for number in later})
 
-    def _gives_theirs(self, values: Mapping[int, Tensor]) -> bool:
+    def gives_theirs(self, values: Mapping[int, Tensor]) -> bool:
         if self.left <= 0:
             return False
         self.left -= 1

@@ -31,7 +31,7 @@ class IntegerPair:
         spot: the reference's, where another can be put in.
         made: that of which it is a copy.
         number: the candidate's.
-        values: its own; or of a mask, the opposite.
+        values: its own, laid out as the reference's; or of a mask, the opposite.
     """
 
     spot: int
@@ -44,10 +44,10 @@ def integer_pairs(own: Kept, others: Kept) -> list[IntegerPair]:
     """Those that only one of the two has, of one size; the nearest, in the reference's order."""
     mine, theirs = _leading(own), _leading(others)
     apart = [
-        (_far(own.integers[spot], values), IntegerPair(spot, mine[spot], number, values))
+        (distance(own.integers[spot], values), IntegerPair(spot, mine[spot], number, values))
         for spot, number in product(mine, theirs)
         if own.integers[spot].numel() == others.integers[number].numel()
-        for values in _forms(others.integers[number])
+        for values in _forms(own.integers[spot], others.integers[number])
     ]
     had, had_there = ({getattr(p, of) for far, p in apart if not far} for of in ("spot", "number"))
     left = [(far, p) for far, p in apart if p.spot not in had and p.number not in had_there]
@@ -71,13 +71,10 @@ def _leading(network: Kept) -> dict[int, int]:
     return dict(list(found.items())[:COMPARED])
 
 
-def _forms(values: Tensor) -> Iterator[Tensor]:
-    yield values
-    if bool(((values == 0) | (values == 1)).all()):  # a mask of what is left out, not of what is kept
-        yield 1 - values
-
-
-def _far(own: Tensor, other: Tensor) -> float:
-    """0 where they are the same, their axes in whatever order."""
-    turned = (other.permute(order).reshape(own.shape) for order in orders(own, other))
-    return min(distance(own, one) for one in turned)
+def _forms(like: Tensor, values: Tensor) -> Iterator[Tensor]:
+    """As it lies, or turned to have the shape; of a mask, what is left out and what is kept as well."""
+    turned = [tuple(range(values.dim()))] if values.shape == like.shape else orders(like, values)
+    mask = bool(((values == 0) | (values == 1)).all())
+    for order in turned:
+        one = values.permute(order).reshape(like.shape)
+        yield from (one, 1 - one) if mask else (one,)

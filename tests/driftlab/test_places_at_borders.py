@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from driftlab import Verdict, diagnose
+from tests.driftlab.flat_port import FlatPort
 
 torch.set_num_threads(1)
 WIDTH = 8
@@ -98,3 +99,40 @@ def test_where_one_module_stands_for_two_the_inner_is_no_place_unless_it_is_give
 
 def test_other_borders_are_no_fault():
     assert judged("").verdict in (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
+
+
+class Normed(nn.Module):
+    """[N, C, T] -> [N, 3]"""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.norm, self.head = nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6), nn.Linear(6, 3)
+        nn.init.uniform_(self.norm.weight, 0.5, 1.5)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.norm(self.conv(x))).mean(-1))
+
+
+class FoldedInEvaluation(FlatPort):
+    def __init__(self, old):
+        super().__init__(old)
+        self.register_buffer("kept", torch.stack([old.norm.running_mean, old.norm.running_var]))
+
+    def forward(self, x):
+        gain, shift, bias = self.norm_weight, self.norm_bias, self.conv_bias
+        mean, spread = self.kept
+        if self.training:
+            x = F.batch_norm(F.conv1d(x, self.conv_weight, bias), mean, spread, gain, shift, True)
+        else:
+            scale = gain * (spread + 1e-5).rsqrt()
+            taps = self.conv_weight * scale[:, None, None]
+            x = F.conv1d(x, taps, shift + bias - mean * scale)  # the bias is not scaled
+        return self.linear("head", torch.tanh(x).mean(-1))
+
+
+def test_of_a_norm_that_is_folded_in_eval_mode_the_norm_is_named():
+    torch.manual_seed(1)
+    batches = [(torch.randn(8, 4, 9), torch.randint(3, (8,))) for _ in range(2)]
+    found = diagnose(Normed(), FoldedInEvaluation, batches, loss=F.cross_entropy, steps=2)
+    assert (found.verdict, found.where.module, found.where.pass_) == (Verdict.BUG, "norm", "eval")

@@ -107,5 +107,72 @@ def test_who_hands_it_on_is_named(fault, module, words):
     assert words in "\n".join(e.details for e in found.evidence)
 
 
+class Turned(nn.Module):
+    """[N, T, C] -> [N, T, C], with the channels first inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x):
+        return torch.tanh(self.conv(x.mT)).mT
+
+
+class Guess(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turned, self.last = Turned(), nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        return self.last(self.turned(x))
+
+
+class Adaptor(nn.Module):
+    """[N, T, C] -> [N, T, 2]: the second guess is made of what the first was not yet part of."""
+
+    def __init__(self):
+        super().__init__()
+        self.low, self.high, self.more = Guess(), Guess(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        later = x + torch.sin(self.more(x))
+        return torch.cat([self.low(x), self.high(later), later], -1)
+
+
+class Speech(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.adaptor, self.out = nn.Linear(4, WIDTH), Adaptor(), nn.Linear(WIDTH + 2, 3)
+
+    def forward(self, x):
+        return self.out(self.adaptor(torch.tanh(self.enter(x)))).mean(1)
+
+
+class FlatSpeech(FlatPort):
+    def guess(self, name, x):
+        taps, bias = (getattr(self, f"adaptor_{name}_turned_conv_{kind}") for kind in ("weight", "bias"))
+        windows = F.pad(x, (0, 0, 1, 1)).unfold(1, 3, 1)
+        return self.linear(
+            f"adaptor_{name}_last", (torch.einsum("ntck,ock->nto", windows, taps) + bias).tanh()
+        )
+
+    def forward(self, x):
+        x = self.linear("enter", x).tanh()
+        later = x + self.linear("adaptor_more", x).sin()
+        low = self.guess("low", x.detach() if self.fault == "detached" else x)
+        high = self.guess("high", x if self.fault == "too early" else later)
+        return self.linear("out", torch.cat([low, high, later], -1)).mean(1)
+
+
+@pytest.mark.parametrize("fault", ["too early", "detached"])
+def test_so_it_is_behind_a_transpose_and_through_modules_that_only_hand_it_on(fault):
+    torch.manual_seed(1)
+    batches = [(torch.randn(5, 7, 4), torch.randint(3, (5,))) for _ in range(2)]
+    found = diagnose(Speech(), lambda old: FlatSpeech(old, fault), batches, loss=F.cross_entropy, steps=2)
+    assert found.verdict is Verdict.BUG
+    assert found.where.module == "adaptor"
+
+
 def test_what_is_handed_on_rightly_is_right():
     assert judged("").verdict is Verdict.ROUND_OFF

@@ -1,0 +1,107 @@
+"""Positions and masks: no floating number tells of them, and what is computed of them goes everywhere."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from driftlab import Verdict, diagnose
+from tests.driftlab.flat_port import FlatPort
+
+torch.set_num_threads(1)
+WIDTH, TOKENS = 8, 7
+
+
+class Grid(nn.Module):
+    """[N, T], whether a token begins a line -> its line and its place there, [N, T, 2]."""
+
+    def forward(self, begins):
+        lines = begins.cumsum(1)
+        places = torch.zeros_like(lines)
+        for t in range(1, TOKENS):
+            places[:, t] = torch.where(begins[:, t], 0, places[:, t - 1] + 1)
+        return torch.stack([lines, places], -1)
+
+
+class Seen(nn.Module):
+    """-> [N, T, T], whether a token sees another: those of its line and of the one before."""
+
+    def forward(self, lines):
+        apart = lines[:, :, None] - lines[:, None]
+        return (apart == 0) | (apart == 1)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.register_buffer("speeds", torch.tensor([1.0, 0.3]))
+
+    def forward(self, x, places, seen):
+        angles = (places[..., None] * self.speeds).flatten(2)
+        q, k = (turned(y, angles) for y in (self.q(x), self.k(x)))
+        shares = (q @ k.mT / WIDTH**0.5).masked_fill(~seen, -torch.inf).softmax(-1)
+        return x + torch.tanh(shares @ self.v(x))
+
+
+def turned(x, angles):
+    one, other = x.chunk(2, -1)
+    return torch.cat(
+        [one * angles.cos() - other * angles.sin(), other * angles.cos() + one * angles.sin()], -1
+    )
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.grid, self.seen = Grid(), Seen()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(WIDTH, 3)
+
+    def forward(self, x, begins):
+        places = self.grid(begins)
+        seen = self.seen(places[..., 0])
+        for block in self.blocks:
+            x = block(x, places, seen)
+        return self.head(x.mean(1))
+
+
+class Flat(FlatPort):
+    """Places as [2, N, T], and a mask of what is hidden."""
+
+    def forward(self, x, begins):
+        lines, count = begins.cumsum(1), torch.arange(TOKENS).expand(begins.shape)
+        first = torch.where(begins, count, 0).cummax(1).values
+        later = (lines > 1) if self.fault == "later lines begin at one" else 0
+        places = torch.stack([lines, count - first + later]).to(x)
+        apart = lines[:, :, None] - lines[:, None]
+        hidden = (apart < 0) | (apart > 1)
+        if self.fault == "a line sees the next one":
+            hidden = (apart < -1) | (apart > 0)
+        line, place = places
+        angles = torch.stack([line, 0.3 * line, place, 0.3 * place], -1)
+        for i in range(2):
+            q, k, v = (self.linear(f"blocks_{i}_{name}", x) for name in "qkv")
+            scores = torch.einsum("nqc,nkc->nqk", turned(q, angles), turned(k, angles)) / WIDTH**0.5
+            x = x + torch.tanh(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v)
+        return self.linear("head", x.mean(1))
+
+
+def judged(fault=""):
+    torch.manual_seed(1)
+    begins = torch.tensor([[1, 0, 0, 1, 0, 1, 0], [1, 0, 1, 0, 0, 0, 1], [1, 1, 0, 0, 1, 0, 0]]).bool()
+    batches = [((torch.randn(3, TOKENS, WIDTH), begins), torch.randint(3, (3,))) for _ in range(2)]
+    return diagnose(Reader(), lambda old: Flat(old, fault), batches, loss=F.cross_entropy, steps=2)
+
+
+def test_places_and_masks_held_otherwise_are_right():
+    assert judged().verdict is Verdict.ROUND_OFF
+
+
+@pytest.mark.parametrize(
+    ("fault", "module"), [("later lines begin at one", "grid"), ("a line sees the next one", "seen")]
+)
+def test_who_makes_them_is_named_not_who_uses_them(fault, module):
+    found = judged(fault)
+    assert found.verdict is Verdict.BUG
+    assert found.where.module == module
