@@ -1,10 +1,10 @@
 """Pairs written by people who had not seen the diagnosis, after it was last changed, and judged once.
 
 ``third_*`` and ``fourth_*``, faults in ports alone, were written after what ``first_*`` and ``second_*`` had
-shown was mended. Seventeen labels were widened when they had been judged: a right pair may be equal bit for
+shown was mended. Eighteen labels were widened when they had been judged: a right pair may be equal bit for
 bit (5), its reference diverge (7), or torch's own gradient be wrong (1); rounding to bfloat16 be called fewer
 bits (1), and the gradient of a weight one of the input of its parametrization (1); halves of a kernel
-exchanged are halves of what it reads exchanged (1), and what a module is handed is its caller's affair (1).
+exchanged are halves of what it reads exchanged (1), and what a module is handed is its caller's affair (2).
 
 ``sixth_*``, four networks in flat code, was judged when modules had learnt to be silenced; ``seventh_*``,
 five more, when one change of the reference had learnt to tell the place; ``eighth_*``, four more, when such

@@ -16,6 +16,7 @@ guessed = few("eleventh_deberta", DebertaV2ForMaskedLM, counted_words, surprise)
 NEAR, FAR, SPAN = 4, 10, 8  # offsets that stay as they are, the end of the logarithm, rows to each side
 WORDS, TABLE, BESIDE, GUESS = range(6, 10)  # the stacked norms after two in each of the three layers
 ENCODER, MIDDLE = "deberta.encoder.", "deberta.encoder.layer.1."
+CONV = ENCODER + "conv"
 BENT = (MIDDLE + "intermediate", MIDDLE + "intermediate.act")
 TIED = ("deberta.embeddings.word_embeddings", "lm_predictions.lm_head.decoder")
 
@@ -185,7 +186,7 @@ wrong(
     guessed,
     TreeOfBlocks,
     deberta_padding_embedded_like_words=("padding not zeroed", "deberta.embeddings"),
-    convolution_follows_deberta_layer=("wrong input of a branch", (ENCODER + "conv", ENCODER + "conv.conv")),
+    convolution_follows_deberta_layer=("wrong input of a branch", (ENCODER[:-1], CONV, CONV + ".conv")),
     first_layer_mirrors_what_keys_ask_of_places=("sign of an offset", ENCODER + "layer.0.attention.self"),
     shared_layer_asks_places_by_its_keys=("wrong weights shared", MIDDLE + "attention.self"),
     second_pass_of_the_last_layer_only_while_training=("step left out in eval", "lm_predictions", "eval"),

@@ -61,10 +61,13 @@ class Kept:
             return
         values = plain(tensor).cpu()
         kept = self.rows.of(values) if self.rows else None
-        held = self.integers if counts else self.tensors
-        held[number] = (values if kept is None else kept).squeeze().clone()
+        numbers = (values if kept is None else kept).squeeze().clone()
+        if counts:
+            self.integers[number] = numbers
+            return
+        self.tensors[number] = numbers
         self._callers[number] = callers()
-        self._made[value.scope, *value.made_by[1:], counts].append(number)
+        self._made[value.scope, *value.made_by[1:]].append(number)
 
     def compare(self, other: Seen) -> None:
         """Which values the other network has, and where those begin that lead to the results without it."""
@@ -155,8 +158,7 @@ class Kept:
     def made_again(self, number: int) -> list[list[int]]:
         """A value and those after it that the module makes so; at its line; called from there; none."""
         value, called_by = self.flow.values[number], self._callers[number]
-        made = self._made[value.scope, *value.made_by[1:], number in self.integers]
-        later = [n for n in made if n >= number]
+        later = [n for n in self._made[value.scope, *value.made_by[1:]] if n >= number]
         line = [n for n in later if self._callers[n][:1] == called_by[:1]]
         return [later, line, [n for n in line if self._callers[n] == called_by], [number]]
 
@@ -205,13 +207,14 @@ class Kept:
         return found or set(results)
 
     def users(self, number: int) -> set[int]:
-        """What is made of a value, or of a copy of it; copies apart."""
+        """What is made of a value, or of a copy of it, on the way forward; copies apart."""
 
         def copies(at: int) -> list[int]:
             return [n for n in self._uses[at] if self.original[n] == self.original[number]]
 
         copied = reached([number], copies)
-        return {n for at in copied for n in self._uses[at]} - copied
+        used_by = {n for at in copied for n in self._uses[at]} - copied
+        return {n for n in used_by if not self.flow.values[n].sent_back}
 
     @cached_property
     def _uses(self) -> list[list[int]]:

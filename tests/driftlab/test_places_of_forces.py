@@ -33,13 +33,15 @@ class Potential(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.enter, self.out, self.slope = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 1), Slope()
+        self.enter, self.filter = nn.Linear(3, WIDTH), nn.Linear(1, WIDTH)
+        self.out, self.slope = nn.Linear(WIDTH, 1), Slope()
         self.layers = nn.ModuleList(Mixing() for _ in range(3))
 
     def forward(self, r):
         with torch.enable_grad():
             r = r if r.requires_grad else r.detach().requires_grad_()
-            x = self.enter(r)
+            x, far = self.enter(r), torch.linalg.vector_norm(r, dim=1, keepdim=True)
+            x = x * (self.filter(far) * torch.cos(far / 3))
             for layer in self.layers:
                 x = layer(x)
             energy = self.out(x)[:, 0]
@@ -50,7 +52,13 @@ class FlatPotential(FlatPort):
     def forward(self, r):
         with torch.enable_grad():
             r = r if r.requires_grad else r.detach().requires_grad_()
-            x = self.linear("enter", r)
+            x, far = self.linear("enter", r), r.square().sum(1, keepdim=True).sqrt()
+            fading = torch.cos(far / 3)
+            if self.fault == "a bias that does not fade":
+                filters = far * fading @ self.filter_weight.T + self.filter_bias
+            else:
+                filters = self.linear("filter", far) * fading
+            x = x * filters
             for i in range(3):
                 open_ = torch.sigmoid(self.linear(f"layers_{i}_gate", x))
                 if i == 1 and self.fault == "a wave in the gate":
@@ -78,7 +86,11 @@ def test_forces_written_otherwise_are_right():
 
 @pytest.mark.parametrize(
     ("fault", "module", "passes"),
-    [("a wave in the gate", "layers.1", ("forward",)), ("no second slope", "slope", BACK)],
+    [
+        ("a bias that does not fade", "filter", ("forward",)),
+        ("a wave in the gate", "layers.1", ("forward",)),
+        ("no second slope", "slope", BACK),
+    ],
 )
 def test_the_module_is_named(fault, module, passes):
     found = judged(fault)

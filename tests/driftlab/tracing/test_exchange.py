@@ -25,6 +25,16 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class Slopes(Net):
+    """[N, WIDTH] -> [N, 3], and the slope of its sum."""
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = super().forward(x)
+            return y, torch.autograd.grad(y.sum(), x)[0]
+
+
 class Reader(nn.Module):
     """[T, N, WIDTH] -> the two states of a cell, of each sample as they are at a time of its own."""
 
@@ -53,7 +63,7 @@ class ReadAndTell(nn.Module):
 
 def between(mine, theirs, x):
     def agrees(results, among):
-        return all(torch.allclose(results[name], wanted[name], rtol=1e-9, atol=1e-12) for name in wanted)
+        return all(torch.allclose(results[name], wanted[name], rtol=1e-9, atol=1e-12) for name in among)
 
     both = [Again(network, Recorded((x,)), "float64", "forward", 0) for network in (mine, theirs)]
     wanted = both[1].results({})
@@ -64,6 +74,12 @@ def test_the_first_value_that_does_tells_the_module():
     x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
     wave = between(Net(*3 * [torch.tanh]), Net(torch.tanh, torch.sin, torch.tanh), x)
     assert (wave.scope, wave.candidate_scope) == ("", "")
+    assert wave.users == {"layers.2"}
+
+
+def test_a_slope_on_the_way_follows_what_a_value_is_computed_by_and_is_not_compared():
+    x = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
+    wave = between(Slopes(*3 * [torch.tanh]), Slopes(torch.tanh, torch.sin, torch.tanh), x)
     assert wave.users == {"layers.2"}
 
 
