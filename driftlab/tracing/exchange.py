@@ -92,7 +92,7 @@ def exchanged(
 def _integers(own: Kept, others: Kept, trial: _Trial) -> Exchanged | None:
     """The same of an index, a position or a mask."""
     for one in integer_pairs(own, others):
-        if trial.gives_theirs({one.spot: one.values}):
+        if any(map(trial.gives_theirs, one.changes(own, others))):
             made = own.written(one.made)
             scope, theirs = own.flow.values[made].scope, others.flow.values[one.number].scope
             users = frozenset(own.flow.values[n].scope for n in own.users(one.spot))

@@ -31,23 +31,30 @@ class IntegerPair:
         spot: the reference's, where another can be put in.
         made: that of which it is a copy.
         number: the candidate's.
-        values: its own, laid out as the reference's; or of a mask, the opposite.
+        form: in which of its forms it is put in.
     """
 
     spot: int
     made: int
     number: int
-    values: Tensor
+    form: int
+
+    def changes(self, own: Kept, others: Kept) -> Iterator[dict[int, Tensor]]:
+        """What is put in: once, or whenever the two make it."""
+        again = product(own.made_again(self.spot), others.made_again(self.number))
+        for mine, theirs in sorted((b for b in again if len(b[0]) == len(b[1])), key=lambda b: len(b[0])):
+            forms = [_forms(own.integers[s], others.integers[n]) for s, n in zip(mine, theirs, strict=True)]
+            if all(len(found) > self.form for found in forms):
+                yield {s: found[self.form] for s, found in zip(mine, forms, strict=True)}
 
 
 def integer_pairs(own: Kept, others: Kept) -> list[IntegerPair]:
     """Those that only one of the two has, of one size; the nearest, in the reference's order."""
     mine, theirs = _leading(own), _leading(others)
     apart = [
-        (distance(own.integers[spot], values), IntegerPair(spot, mine[spot], number, values))
+        (distance(own.integers[spot], values), IntegerPair(spot, mine[spot], number, form))
         for spot, number in product(mine, theirs)
-        if own.integers[spot].numel() == others.integers[number].numel()
-        for values in _forms(own.integers[spot], others.integers[number])
+        for form, values in enumerate(_forms(own.integers[spot], others.integers[number]))
     ]
     had, had_there = ({getattr(p, of) for far, p in apart if not far} for of in ("spot", "number"))
     left = [(far, p) for far, p in apart if p.spot not in had and p.number not in had_there]
@@ -71,10 +78,13 @@ def _leading(network: Kept) -> dict[int, int]:
     return dict(list(found.items())[:COMPARED])
 
 
-def _forms(like: Tensor, values: Tensor) -> Iterator[Tensor]:
+def _forms(like: Tensor, values: Tensor) -> list[Tensor]:
     """As it lies, or turned to have the shape; of a mask, what is left out and what is kept as well."""
-    turned = [tuple(range(values.dim()))] if values.shape == like.shape else orders(like, values)
+    if values.numel() != like.numel():
+        return []
+    laid = [values.reshape(like.shape)]
+    if values.shape != like.shape:
+        turned = (values.permute(order) for order in orders(like, values))
+        laid += [one for one in turned if one.shape == like.shape]
     mask = bool(((values == 0) | (values == 1)).all())
-    for order in turned:
-        one = values.permute(order).reshape(like.shape)
-        yield from (one, 1 - one) if mask else (one,)
+    return [*laid, *(1 - one for one in laid)] if mask else laid

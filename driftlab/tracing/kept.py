@@ -62,12 +62,9 @@ class Kept:
         values = plain(tensor).cpu()
         kept = self.rows.of(values) if self.rows else None
         numbers = (values if kept is None else kept).squeeze().clone()
-        if counts:
-            self.integers[number] = numbers
-            return
-        self.tensors[number] = numbers
+        (self.integers if counts else self.tensors)[number] = numbers
         self._callers[number] = callers()
-        self._made[value.scope, *value.made_by[1:]].append(number)
+        self._made[value.scope, *value.made_by[1:], counts].append(number)
 
     def compare(self, other: Seen) -> None:
         """Which values the other network has, and where those begin that lead to the results without it."""
@@ -158,7 +155,8 @@ class Kept:
     def made_again(self, number: int) -> list[list[int]]:
         """A value and those after it that the module makes so; at its line; called from there; none."""
         value, called_by = self.flow.values[number], self._callers[number]
-        later = [n for n in self._made[value.scope, *value.made_by[1:]] if n >= number]
+        made = self._made[value.scope, *value.made_by[1:], number in self.integers]
+        later = [n for n in made if n >= number]
         line = [n for n in later if self._callers[n][:1] == called_by[:1]]
         return [later, line, [n for n in line if self._callers[n] == called_by], [number]]
 
