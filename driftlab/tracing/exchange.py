@@ -38,6 +38,8 @@ LAYOUTS = 2
 BEFORE, SOON = 100, 30
 # Values of the reference, each beside what is put in its place.
 Change = dict[int, tuple[Tensor, Tensor]]
+# Whether of results, by their names, these are the candidate's.
+Agrees = Callable[[Mapping[str, Tensor], Collection[str]], bool]
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class Exchanged:
 def exchanged(
     mine: Again,
     theirs: Again,
-    agrees: Callable[[Mapping[str, Tensor], Collection[str]], bool],
+    agrees: Agrees,
     rows: BothRows = (None, None),
 ) -> Exchanged | None:
     """The first value of the candidate's that makes its results of the reference's; None where none does.
@@ -71,7 +73,7 @@ def exchanged(
 
     Args:
         mine, theirs: run reference and candidate.
-        agrees: whether these of the results, by the reference's names, are the candidate's.
+        agrees: asked by the reference's names.
         rows: of each those that the other has, where that leaves some out.
     """
     own, others = Kept(mine, rows[0]), Kept(theirs, rows[1])
@@ -82,16 +84,15 @@ def exchanged(
     search = _Search(own, others, _Trial(mine, own, agrees))
     while search.narrows():
         pass
-    if (found := search.found) is not None and len(found.scopes) == 1:
-        return found
-    if (index := _integers(own, others, _Trial(mine, own, agrees))) is not None:
+    if (index := _integers(own, others, _Trial(mine, own, agrees), search.spot)) is not None:
         return index
-    return None if found is not None and own.is_a_result(search.spot) else found
+    several = search.found is not None and len(search.found.scopes) > 1
+    return None if several and own.is_a_result(int(search.spot)) else search.found
 
 
-def _integers(own: Kept, others: Kept, trial: _Trial) -> Exchanged | None:
-    """The same of an index, a position or a mask."""
-    for one in integer_pairs(own, others):
+def _integers(own: Kept, others: Kept, trial: _Trial, end: float) -> Exchanged | None:
+    """The same of an index, a position or a mask that the reference makes before it makes a value."""
+    for one in (pair for pair in integer_pairs(own, others) if pair.made < end):
         if any(map(trial.gives_theirs, one.changes(own, others))):
             made = own.written(one.made)
             scope, theirs = own.flow.values[made].scope, others.flow.values[one.number].scope
@@ -108,7 +109,7 @@ class _Search:
 
     Attributes:
         found: by the first that fits; then by one of those before it, if that fits as well.
-        spot: the number of the reference's value.
+        spot: the number of the reference's value, infinite where there is none.
     """
 
     def __init__(self, own: Kept, others: Kept, trial: _Trial):
@@ -116,7 +117,7 @@ class _Search:
         self._pairs = Pairs(own, others)
         self._least, self._waits = 0.0, trial.left / 2
         self.found: Exchanged | None = None
-        self.spot = 0
+        self.spot: float = math.inf
 
     def narrows(self) -> bool:
         """Tries the nearest ones, those first that come first; whether there may be more."""
@@ -177,9 +178,7 @@ class _Trial:
         left: how many there still may be.
     """
 
-    def __init__(
-        self, mine: Again, own: Kept, agrees: Callable[[Mapping[str, Tensor], Collection[str]], bool]
-    ):
+    def __init__(self, mine: Again, own: Kept, agrees: Agrees):
         self._mine, self._values, self._agrees, self._rows = mine, own.flow.values, agrees, own.rows
         self._steady = own.steady
         self.left = min(RUNS, NUMBERS / max(1, own.size), VALUES / max(1, len(self._values)))

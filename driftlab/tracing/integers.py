@@ -42,7 +42,8 @@ class IntegerPair:
     def changes(self, own: Kept, others: Kept) -> Iterator[dict[int, Tensor]]:
         """What is put in: once, or whenever the two make it."""
         again = product(own.made_again(self.spot), others.made_again(self.number))
-        for mine, theirs in sorted((b for b in again if len(b[0]) == len(b[1])), key=lambda b: len(b[0])):
+        both = {(tuple(mine), tuple(theirs)) for mine, theirs in again if len(mine) == len(theirs)}
+        for mine, theirs in sorted(both, key=lambda pair: (len(pair[0]), pair)):
             forms = [_forms(own.integers[s], others.integers[n]) for s, n in zip(mine, theirs, strict=True)]
             if all(len(found) > self.form for found in forms):
                 yield {s: found[self.form] for s, found in zip(mine, forms, strict=True)}
