@@ -50,8 +50,8 @@ class Handed:
     def see(
         self, number: int, call: Call, out: Any, entered: Sequence[Entered], earlier: Sequence[Tensor]
     ) -> None:
-        if call.name in MOVES and call.tensors and out is not call.tensors[0]:
-            self._moved[id(out)] = call.tensors[0]  # both stay alive in ``earlier``
+        if call.name in MOVES and call.tensors and out is not call.tensors[0] and out.is_floating_point():
+            self._moved[id(out)] = call.tensors[0]  # alive in ``earlier``, so that nobody else gets its id
         taken: defaultdict[int, list[int]] = defaultdict(list)
         for place, tensor in enumerate(call.tensors):
             if tensor.is_floating_point():
