@@ -14,7 +14,7 @@ import torch
 from bench.rates import FIRST, TODAY, Rate
 from bench.run import Outcome, confusion
 from driftlab.glossary import PUBLISHED_NOTE
-from driftlab.words import Verdict
+from driftlab.words import ToldBy, Verdict
 
 VERDICTS = [str(v) for v in Verdict]
 ALL = "all cases"
@@ -40,6 +40,7 @@ def as_markdown(outcomes: Sequence[Outcome], command: str, room: str, first: Seq
         "## Today",
         _table(HEADER, table_rows(rates(outcomes))),
         *_first_sight(first),
+        *_told(rates(outcomes), rates(first, FIRST)),
         "## Confusion matrix",
         "Rows: the true label. Columns: the verdict. A case with several right verdicts counts under its "
         "first label where one of them came out.",
@@ -73,7 +74,7 @@ def head(today: Sequence[Rate], first: Sequence[Rate], room: str) -> list[str]:
 
 
 def _said(rates: Sequence[Rate]) -> str:
-    return ", ".join(f"{r.measure} {r}" for r in rates if r.cases == ALL)
+    return ", ".join(f"{r.measure} {r}" for r in rates if r.cases == ALL and r.measure in HEADER)
 
 
 def _first_sight(first: Sequence[Outcome]) -> list[str]:
@@ -91,7 +92,7 @@ def _first_sight(first: Sequence[Outcome]) -> list[str]:
 
 
 def rates(outcomes: Sequence[Outcome], when: str = TODAY) -> list[Rate]:
-    """Of each set: right verdicts, right places, false alarms, missed bugs."""
+    """Of each set right verdicts and places, false alarms, missed bugs; of all, places by what told them."""
     found = []
     for name, chosen in _sets(outcomes).items():
         harmless = [o for o in chosen if o.label in ("round_off", "bit_identical")]
@@ -102,7 +103,26 @@ def rates(outcomes: Sequence[Outcome], when: str = TODAY) -> list[Rate]:
             "missed bugs": [not o.right for o in chosen if o.label == "bug"],
         }
         found += [Rate(when, name, "driftlab", m, sum(said), len(said)) for m, said in counted.items()]
-    return found
+    return found + [told for kind in ToldBy if (told := _told_by(kind, outcomes, when)).n]
+
+
+def _told_by(kind: ToldBy, outcomes: Sequence[Outcome], when: str) -> Rate:
+    chosen = [o for o in outcomes if o.placed is not None and (o.where or {}).get("told_by") == kind]
+    return Rate(when, ALL, "driftlab", f"{TOLD}{kind}", sum(o.placed for o in chosen), len(chosen))
+
+
+def _told(*both: Sequence[Rate]) -> list[str]:
+    """How far a place may be trusted."""
+    today, first = ({r.measure: r for r in rates if r.measure.startswith(TOLD)} for rates in both)
+    if not today:
+        return []
+    rows = [(m.removeprefix(TOLD), str(today[m]), str(first.get(m, ""))) for m in today]
+    return [
+        "## What tells the place",
+        "Each place comes with what told it (`where.told_by`). Left out are cases that were judged before "
+        "that was kept, and those where none of these told it.",
+        _table(("told by", "right place today", "at first sight"), rows),
+    ]
 
 
 def _sets(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
@@ -114,12 +134,14 @@ def _sets(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
 
 
 HEADER = ("cases", "right verdict", "right place", "false alarms", "missed bugs")
+TOLD = "right place, told by "
 
 
 def table_rows(rates: Sequence[Rate]) -> list[tuple[str, ...]]:
     """A row a set, under ``HEADER``."""
-    names = dict.fromkeys(r.cases for r in rates)
-    return [(name, *(str(r) for r in rates if r.cases == name)) for name in names]
+    counted = [r for r in rates if r.measure in HEADER]
+    names = dict.fromkeys(r.cases for r in counted)
+    return [(name, *(str(r) for r in counted if r.cases == name)) for name in names]
 
 
 def _matrix(outcomes: Sequence[Outcome]) -> str:

@@ -85,27 +85,56 @@ class Evidence:
         return {name: value for name, value in asdict(self).items() if value or name not in said}
 
 
+class ToldBy(StrEnum):
+    """What tells a place, from the surest on.
+
+    ``results/published/held_back`` counts how often each is right.
+    """
+
+    CHANGE = "one change"
+    VALUE = "one value"
+    CALLS = "its calls"
+    FLOW = "the flow of values"
+
+    @property
+    def says(self) -> str:
+        return _TOLD_BY[self]
+
+
+_TOLD_BY = {
+    ToldBy.CHANGE: "told by one change: made there in the reference, it gives the candidate's results",
+    ToldBy.VALUE: "told by one value: the candidate's, put in the reference's place there, gives its results",
+    ToldBy.CALLS: "told by its calls: given the same, the two modules differ by themselves",
+    ToldBy.FLOW: "told by the flow of values alone, which part there first: look around it as well",
+}
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a difference arises: a module by its name ("" the network, None unknown), a pass, the first step.
 
     ``module`` is the reference's, ``candidate_module`` that of the candidate which stands for it, None where
-    none is known. ``place.pass_`` is ``place["pass"]`` too, as ``verdict.json`` spells it.
+    none is known. ``told_by`` is None where none of its kinds told it. ``place.pass_`` is ``place["pass"]``
+    too, as ``verdict.json`` spells it.
     """
 
     module: str | None
     pass_: str
     step: int
     candidate_module: str | None = None
+    told_by: ToldBy | None = None
 
     def as_dict(self) -> dict[str, str | int | None]:
-        module, other = self.module, self.candidate_module
-        return {"module": module, "pass": self.pass_, "step": self.step, "candidate_module": other}
+        found = {"module": self.module, "pass": self.pass_, "step": self.step}
+        found["candidate_module"] = self.candidate_module
+        return found | ({"told_by": str(self.told_by)} if self.told_by else {})
 
     @classmethod
     def from_dict(cls, stored: Mapping[str, Any]) -> Place:
         """Raises KeyError where it is not what ``as_dict`` wrote, now or before it named the candidate's."""
-        return cls(stored["module"], stored["pass"], stored["step"], stored.get("candidate_module"))
+        told_by = stored.get("told_by")
+        known = stored["module"], stored["pass"], stored["step"], stored.get("candidate_module")
+        return cls(*known, told_by and ToldBy(told_by))
 
     @property
     def named(self) -> str:

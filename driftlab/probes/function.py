@@ -52,6 +52,7 @@ def ask(found: Examination) -> list[Finding]:
     says += _IN_EVALUATION if _same_in_evaluation(found) else ""
     accused = PROBE.finding(excess, Verdict.BUG, says, place)
     more = details(found, located[0] if located else "", difference, few=not wrong, known=why)
+    more = "\n".join(filter(None, [more, place.told_by and place.told_by.says]))
     accused = replace(accused, evidence=replace(accused.evidence, details=more))
     if on_few:
         accused = replace(accused, evidence=replace(accused.evidence, probe=FEWER_SAMPLES), off_path=True)

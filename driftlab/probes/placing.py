@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 
 from driftlab.arithmetic.constants import own_constants
@@ -17,7 +18,7 @@ from driftlab.probes.exchanged_place import where_a_value_would
 from driftlab.tracing.exchange import Exchanged
 from driftlab.tracing.parting import Parted, Traced, parting
 from driftlab.tracing.running import FORWARD
-from driftlab.words import Place, Verdict
+from driftlab.words import Place, ToldBy, Verdict
 
 # What two networks give each other in float32 differs by less; so do the inputs of what lies before a fault.
 ALREADY_WRONG = 1e-4
@@ -60,7 +61,7 @@ def placed(
     if len(stop.between) > 1:
         place, difference = _placed(found, module, wrong, located)
         if place.module != stop.scope and place.module in stop.between:
-            return place, difference, stop.words
+            return replace(place, told_by=ToldBy.CHANGE), difference, stop.words
     pass_ = "weight gradient" if stop.of_weight else "input gradient"
     return _at(found.pair, stop.scope, pass_), _largest(wrong), stop.words
 
@@ -77,15 +78,16 @@ def _or_where_a_call_would(
     if would is None:
         return place, difference, ""
     if isinstance(would, Exchanged):
-        return where_a_value_would(found.pair, place, would), difference, ""
-    if place.module != would.scope:
-        place = _at(found.pair, would.scope, place.pass_)
+        at = where_a_value_would(found.pair, place, would)
+        return replace(at, told_by=ToldBy.VALUE), difference, ""
     where = f" in `{would.scope}`" if would.scope else ""
-    return place, difference, f"{would.said}{where} would do that"
+    change = replace(place, told_by=ToldBy.CHANGE)  # both names as they were told, if it is that module
+    at = change if place.module == would.scope else _at(found.pair, would.scope, place.pass_)
+    return at, difference, f"{would.said}{where} would do that"
 
 
 def _at(pair: Pair, module: str, pass_: str) -> Place:
-    return Place(called(pair.reference, module), pass_, 0, pair.counterparts.get(module))
+    return Place(called(pair.reference, module), pass_, 0, pair.counterparts.get(module), ToldBy.CHANGE)
 
 
 def _holds_others(pair: Pair, module: str) -> bool:
@@ -110,13 +112,14 @@ def _placed(
     moved = _may_be_moved(found, module, difference)
     damped = bool(located) and bool(module) and pass_ == "forward" and _damped(found, difference.relative)
     parted = _parted(found, pass_, wrong) if whole or moved or damped or not located else None
+    told_by = ToldBy.CALLS if located else None
     if parted is None:
         shown = {d.pass_ for d in found.network.wrong()}
         if not module and (deeper := first_wrong(found.local, shown, deeper=True)):
-            module, difference = deeper
-        return _of(pair, module, difference)
+            (module, difference), told_by = deeper, ToldBy.CALLS
+        return _of(pair, module, difference, told_by)
     at = called(pair.reference, parted.module)
-    place = Place(at, _pass_of(pass_, at, wrong), 0, parted.candidate_module)
+    place = Place(at, _pass_of(pass_, at, wrong), 0, parted.candidate_module, ToldBy.FLOW)
     if damped and lies_in(module, place.module):  # the border moved: what is seen of it is the parent's
         return place, (place.module and found.local.wrong(place.module)) or wrong[0]
     # of a gradient that no call explains its owner says more than the whole network does
@@ -124,7 +127,7 @@ def _placed(
     exacter = exacter and not (located and _stands_for_both(found, module, place.module))
     if exacter or (moved and _is_where_it_moved_to(found, module, place)):
         return place, difference
-    return _of(pair, module, difference)
+    return _of(pair, module, difference, told_by)
 
 
 def _stands_for_both(found: Examination, module: str, inner: str) -> bool:
@@ -154,12 +157,13 @@ def _earliest(found: Examination, wrong: list[Difference]) -> Difference:
     return min(buffers, key=lambda d: calls.get(d.name.rpartition(".")[0], len(calls)), default=wrong[0])
 
 
-def _of(pair: Pair, module: str, difference: Difference) -> tuple[Place, Difference]:
+def _of(
+    pair: Pair, module: str, difference: Difference, told_by: ToldBy | None = None
+) -> tuple[Place, Difference]:
     if difference.pass_ == "buffer" and lies_in(difference.name, module):  # nobody else writes into it
         module = difference.name.rpartition(".")[0]
-    return Place(
-        called(pair.reference, module), difference.pass_, 0, pair.counterparts.get(module)
-    ), difference
+    own, other = called(pair.reference, module), pair.counterparts.get(module)
+    return Place(own, difference.pass_, 0, other, told_by), difference
 
 
 def _may_be_moved(found: Examination, module: str, difference: Difference) -> bool:

@@ -5,13 +5,14 @@ All of it takes a quarter of an hour: ``python scripts/calibrate.py``.
 
 import copy
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from bench.run import Outcome, all_cases, confusion, run_case
-from bench.summary import as_csv, as_markdown, read_csv
+from bench.summary import as_csv, as_markdown, rates, read_csv
 from tests.kernels import need_channels_last
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -102,3 +103,22 @@ def test_what_the_held_out_cases_gave_at_first_sight_stays_on_the_page():
     )
     missed = "1 of 1 (100.0 %; 2.5 to 100.0)"
     assert f"| all cases | 0 of 1 (0.0 %; 0.0 to 97.5) | 0 of 0 | 0 of 0 | {missed} |" in page
+
+
+def test_places_are_counted_by_what_told_them():
+    told = ["one change", "one change", "the flow of values", None]
+    outcomes = [
+        replace(
+            outcome(str(k), "bug", "bug", True, k != 2),
+            where={"module": "fc1", **({"told_by": t} if t else {})},
+        )
+        for k, t in enumerate(told)
+    ]
+    counted = {r.measure: (r.count, r.n) for r in rates(outcomes) if "told by" in r.measure}
+    assert counted == {
+        "right place, told by one change": (2, 2),
+        "right place, told by the flow of values": (0, 1),
+    }
+    page = as_markdown(outcomes, "command", "bench.cases")
+    assert "| one change | 2 of 2 (100.0 %; 15.8 to 100.0) |  |" in page
+    assert "| all cases | 4 of 4 (100.0 %; 39.8 to 100.0) | 3 of 4 (75.0 %; 19.4 to 99.4) |" in page
