@@ -50,7 +50,8 @@ class Exchanged:
         candidate has in parts alone, each of which might stand elsewhere, counts as between.
     candidate_scope: the module that makes the candidate's.
     besides: whether the candidate comes by the reference's value, and something is done to it besides; not
-        where it is made of the same slices, of which it has others more often.
+        where it is made of the same slices, of which it has others more often. Or whether it goes on with
+        one that the same code makes in another turn.
     users: the modules that go on with the reference's value.
     """
 
@@ -168,6 +169,8 @@ class _Search:
         users = frozenset(values[n].scope for n in own.users(made))
         theirs, others = self._others.flow.values[number], self._others
         besides = own.shared[made] and not (others.shared[number] and not own.seen.find_whole(theirs.prints))
+        made_once = len(others.seen.find_whole(theirs.prints)) == 1  # not once more, where it is kept
+        besides = besides or (made_once and own.in_another_turn(made, theirs.prints))
         return Exchanged(values[made].scope, scopes, theirs.scope, besides, users)
 
 

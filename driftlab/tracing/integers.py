@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from driftlab.arithmetic.difference import distance
-from driftlab.tracing.cone import reached
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.pairs import orders
 
@@ -68,8 +67,7 @@ def _leading(network: Kept) -> dict[int, int]:
     values, integers = network.flow.values, network.integers
     made: dict[int, int] = {}
     found: dict[int, int] = {}
-    leads = reached(network.flow.results.values(), lambda n: values[n].inputs)
-    for number in sorted(leads & integers.keys()):
+    for number in sorted(network.leading & integers.keys()):
         own = integers[number]
         copied = (i for i in values[number].inputs if i in made and torch.equal(integers[i], own))
         made[number] = made.get(next(copied, -1), number)
@@ -80,12 +78,47 @@ def _leading(network: Kept) -> dict[int, int]:
 
 
 def _forms(like: Tensor, values: Tensor) -> list[Tensor]:
-    """As it lies, or turned to have the shape; of a mask, what is left out and what is kept as well."""
-    if values.numel() != like.numel():
-        return []
-    laid = [values.reshape(like.shape)]
-    if values.shape != like.shape:
-        turned = (values.permute(order) for order in orders(like, values))
-        laid += [one for one in turned if one.shape == like.shape]
+    """As it lies, turned or repeated to have the shape; of a mask, what is left out and what is kept."""
+    if values.numel() == like.numel():
+        laid = [values.reshape(like.shape), *_turned(like, values)]
+    elif values.numel() < like.numel():
+        laid = [*_repeated(values, like.shape)]
+    else:
+        laid = [once.reshape(like.shape) for once in _once(values, like.numel())]
     mask = bool(((values == 0) | (values == 1)).all())
     return [*laid, *(1 - one for one in laid)] if mask else laid
+
+
+def _turned(like: Tensor, values: Tensor) -> Iterator[Tensor]:
+    if values.shape != like.shape:
+        turned = (values.permute(order) for order in orders(like, values))
+        yield from (one for one in turned if one.shape == like.shape)
+
+
+def _repeated(values: Tensor, shape: torch.Size) -> Iterator[Tensor]:
+    """With each of its numbers, or all of them, over and over along an axis, as one mask for all heads is."""
+    times, rest = divmod(shape.numel(), max(1, values.numel()))
+    for axis, size in enumerate(shape):
+        fewer = torch.Size([*shape[:axis], size // times, *shape[axis + 1 :]])
+        if not rest and not size % times and _without_ones(fewer) == _without_ones(values.shape):
+            yield from _times(values.reshape(fewer), times, axis)
+
+
+def _once(values: Tensor, numbers: int) -> Iterator[Tensor]:
+    """What has so many numbers, of which these are repeated."""
+    times, rest = divmod(values.numel(), max(1, numbers))
+    for axis, size in enumerate(values.shape):
+        if not rest and not size % times:
+            each = values.unflatten(axis, (size // times, times)).select(axis + 1, 0)
+            found = each, values.narrow(axis, 0, size // times)
+            yield from (
+                one for k, one in enumerate(found) if torch.equal(_times(one, times, axis)[k], values)
+            )
+
+
+def _times(values: Tensor, times: int, axis: int) -> tuple[Tensor, Tensor]:
+    return values.repeat_interleave(times, axis), torch.cat([values] * times, axis)
+
+
+def _without_ones(shape: torch.Size) -> list[int]:
+    return [size for size in shape if size != 1]

@@ -13,7 +13,7 @@ from driftlab.arithmetic.shadow import plain
 from driftlab.blame import callers
 from driftlab.tracing.cone import before_the_loss, reached
 from driftlab.tracing.flow import Value
-from driftlab.tracing.prints import Seen, prints, same_numbers
+from driftlab.tracing.prints import Prints, Seen, prints, same_numbers
 from driftlab.tracing.rows import Rows
 from driftlab.tracing.running import Again
 
@@ -153,12 +153,18 @@ class Kept:
         return self._alike[number]
 
     def made_again(self, number: int) -> list[list[int]]:
-        """A value and those after it that the module makes so; at its line; called from there; none."""
+        """A value and those after it that its module makes so, and uses; at its line; called so; alone."""
         value, called_by = self.flow.values[number], self._callers[number]
         made = self._made[value.scope, *value.made_by[1:], number in self.integers]
-        later = [n for n in made if n >= number]
+        later = [n for n in made if n >= number and n in self.leading]
         line = [n for n in later if self._callers[n][:1] == called_by[:1]]
         return [later, line, [n for n in line if self._callers[n] == called_by], [number]]
+
+    def in_another_turn(self, number: int, wanted: Prints) -> bool:
+        """Whether what makes a value makes one that looks like ``wanted`` as well, in another turn."""
+        value = self.flow.values[number]
+        made = self._made[value.scope, *value.made_by[1:], number in self.integers]
+        return not {number}.issuperset(set(made).intersection(self.seen.find_whole(wanted)))
 
     def before(self, number: int, others: Collection[int]) -> set[int]:
         """What the other network has not, or might have in another order, and goes into ``others`` alone.
@@ -192,6 +198,11 @@ class Kept:
         """Whether its numbers are one of the outputs."""
         values, ends = self.flow.values, self.flow.results.items()
         return any(same_numbers(values[number].prints, values[n].prints) for end, n in ends if end != LOSS)
+
+    @cached_property
+    def leading(self) -> set[int]:
+        """What leads to the results."""
+        return reached(self.flow.results.values(), lambda at: self.flow.values[at].inputs)
 
     @cached_property
     def steady(self) -> set[str]:

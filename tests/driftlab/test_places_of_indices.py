@@ -9,7 +9,7 @@ from driftlab import Verdict, diagnose
 from tests.driftlab.flat_port import FlatPort
 
 torch.set_num_threads(1)
-WIDTH, TOKENS = 8, 7
+WIDTH, TOKENS, HEADS = 8, 7, 2
 
 
 class Grid(nn.Module):
@@ -24,9 +24,10 @@ class Grid(nn.Module):
 
 
 class Seen(nn.Module):
-    """-> [N, T, T], whether a token sees another: those of its line and of the one before."""
+    """-> [N H, T, T], whether a token sees another: those of its line and of the one before."""
 
     def forward(self, lines):
+        lines = lines.repeat_interleave(HEADS, 0)
         apart = lines[:, :, None] - lines[:, None]
         return (apart == 0) | (apart == 1)
 
@@ -39,9 +40,15 @@ class Block(nn.Module):
 
     def forward(self, x, places, seen):
         angles = (places[..., None] * self.speeds).flatten(2)
-        q, k = (turned(y, angles) for y in (self.q(x), self.k(x)))
+        q, k, v = (parted(y) for y in (turned(self.q(x), angles), turned(self.k(x), angles), self.v(x)))
         shares = (q @ k.mT / WIDTH**0.5).masked_fill(~seen, -torch.inf).softmax(-1)
-        return x + torch.tanh(shares @ self.v(x))
+        y = (shares @ v).unflatten(0, (-1, HEADS)).transpose(1, 2).flatten(2)
+        return x + torch.tanh(y)
+
+
+def parted(x):
+    """[N, T, C] -> [N H, T, C / H]"""
+    return x.unflatten(2, (HEADS, -1)).transpose(1, 2).flatten(0, 1)
 
 
 def turned(x, angles):
@@ -67,7 +74,7 @@ class Reader(nn.Module):
 
 
 class Flat(FlatPort):
-    """Places as [2, N, T], and a mask of what is hidden."""
+    """Places as [2, N, T], and one mask for all heads, of what is hidden."""
 
     def forward(self, x, begins):
         lines, count = begins.cumsum(1), torch.arange(TOKENS).expand(begins.shape)
@@ -82,8 +89,10 @@ class Flat(FlatPort):
         angles = torch.stack([line, 0.3 * line, place, 0.3 * place], -1)
         for i in range(2):
             q, k, v = (self.linear(f"blocks_{i}_{name}", x) for name in "qkv")
-            scores = torch.einsum("nqc,nkc->nqk", turned(q, angles), turned(k, angles)) / WIDTH**0.5
-            x = x + torch.tanh(scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v)
+            q, k, v = (y.unflatten(2, (HEADS, -1)) for y in (turned(q, angles), turned(k, angles), v))
+            scores = torch.einsum("nqhc,nkhc->nhqk", q, k) / WIDTH**0.5
+            shares = scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1)
+            x = x + torch.tanh(torch.einsum("nhqk,nkhc->nqhc", shares, v).flatten(2))
         return self.linear("head", x.mean(1))
 
 
