@@ -13,33 +13,20 @@ module that is called several times, is put in whenever it is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-import torch
-from torch import Tensor
-
-from driftlab.arithmetic.difference import distance
 from driftlab.tracing.cone import reached
 from driftlab.tracing.integers import integer_pairs
 from driftlab.tracing.kept import Kept
-from driftlab.tracing.pairs import Pairs, orders
-from driftlab.tracing.prints import AGREE
-from driftlab.tracing.rewriting import instead
+from driftlab.tracing.pairs import Pairs
 from driftlab.tracing.running import Again
 from driftlab.tracing.shared_rows import BothRows
+from driftlab.tracing.trial import Agrees, Change, Trial
 
-# Runs of the reference at most, fewer of one that makes many numbers or many values.
-RUNS, NUMBERS, VALUES = 400, 2e9, 1.5e6
-# A value is put in as it lies, or with its axes turned, in so many of the ways that come nearest.
-LAYOUTS = 2
 # Runs in which a value before one that fits is looked for; pairs soon after what both have, at a time.
 BEFORE, SOON = 100, 30
-# Values of the reference, each beside what is put in its place.
-Change = dict[int, tuple[Tensor, Tensor]]
-# Whether of results, by their names, these are the candidate's.
-Agrees = Callable[[Mapping[str, Tensor], Collection[str]], bool]
 
 
 @dataclass(frozen=True)
@@ -82,16 +69,16 @@ def exchanged(
         return None
     own.compare(others.seen)
     others.compare(own.seen)
-    search = _Search(own, others, _Trial(mine, own, agrees))
+    search = _Search(own, others, Trial(mine, own, agrees))
     while search.narrows():
         pass
-    if (index := _integers(own, others, _Trial(mine, own, agrees), search.spot)) is not None:
+    if (index := _integers(own, others, Trial(mine, own, agrees), search.spot)) is not None:
         return index
     several = search.found is not None and len(search.found.scopes) > 1
     return None if several and own.is_a_result(int(search.spot)) else search.found
 
 
-def _integers(own: Kept, others: Kept, trial: _Trial, end: float) -> Exchanged | None:
+def _integers(own: Kept, others: Kept, trial: Trial, end: float) -> Exchanged | None:
     """The same of an index, a position or a mask that the reference makes before it makes a value."""
     for one in (pair for pair in integer_pairs(own, others) if pair.made < end):
         if any(map(trial.gives_theirs, one.changes(own, others))):
@@ -113,7 +100,7 @@ class _Search:
         spot: the number of the reference's value, infinite where there is none.
     """
 
-    def __init__(self, own: Kept, others: Kept, trial: _Trial):
+    def __init__(self, own: Kept, others: Kept, trial: Trial):
         self._own, self._others, self._trial = own, others, trial
         self._pairs = Pairs(own, others)
         self._least, self._waits = 0.0, trial.left / 2
@@ -172,57 +159,3 @@ class _Search:
         made_once = len(others.seen.find_whole(theirs.prints)) == 1  # not once more, where it is kept
         besides = besides or (made_once and own.in_another_turn(made, theirs.prints))
         return Exchanged(values[made].scope, scopes, theirs.scope, besides, users)
-
-
-class _Trial:
-    """Runs of the reference with values put in.
-
-    Attributes:
-        left: how many there still may be.
-    """
-
-    def __init__(self, mine: Again, own: Kept, agrees: Agrees):
-        self._mine, self._values, self._agrees, self._rows = mine, own.flow.values, agrees, own.rows
-        self._steady = own.steady
-        self.left = min(RUNS, NUMBERS / max(1, own.size), VALUES / max(1, len(self._values)))
-
-    def fit(self, changes: Iterable[Change]) -> Change | None:
-        """The first that gives the candidate's results, and does not without its own first value."""
-        return next((c for c in changes if any(map(self._fits, _laid_out(c)))), None)
-
-    def _fits(self, values: Mapping[int, Tensor]) -> bool:
-        if not self.gives_theirs(values):
-            return False
-        _, *later = values
-        return not later or not self.gives_theirs({number: values[number] for number in later})
-
-    def gives_theirs(self, values: Mapping[int, Tensor]) -> bool:
-        if self.left <= 0:
-            return False
-        self.left -= 1
-        made_by = {number: self._values[number].made_by for number in values}
-        try:
-            ends = self._mine.results(
-                {(made_by[n][0], made_by[n][2]): instead(t, self._rows) for n, t in values.items()}
-            )
-        except Exception:  # it does not run so, wherever that shows
-            return False
-        return self._agrees(ends, self._steady)
-
-
-def _laid_out(change: Change) -> Iterator[dict[int, Tensor]]:
-    """As it lies, or with its axes turned: what has its shape first, then the nearest, until it is there.
-
-    Of several the first tells how, and all are turned so.
-    """
-    like, values = next(iter(change.values()))
-    shaped = [(values.permute(order).reshape(like.shape), order) for order in orders(like, values)]
-    shaped.sort(key=lambda one: distance(like, one[0]))
-    size, tried = float(torch.linalg.vector_norm(like)), []
-    for one, order in shaped:
-        if len(tried) == LAYOUTS or any(torch.equal(one, t) for t in tried):
-            continue
-        if distance(like, one) <= AGREE * size:  # the same in the same order: nothing changes
-            return
-        tried.append(one)
-        yield {n: other.permute(order).reshape(own.shape) for n, (own, other) in change.items()}
