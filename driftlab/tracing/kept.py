@@ -108,9 +108,11 @@ class Kept:
     def takes(self, others: Kept, number: int) -> Iterator[int]:
         """The values that ``number`` of the other's may stand for: of its size, and made of the same.
 
-        Of two that both networks have the one may be made of the other, or both of the same.
+        Of two that both networks have the one may be made of the other, or both of the same. So may one of
+        which the other network has the slices alone, and the value that it stands for.
         """
         size, sources = others.tensors[number].numel(), others._made_of[number]
+        read, in_parts = others._read_shared(number), not others.has_whole(number)
         for spot in self._before_the_loss:
             if self.shared[spot] and others.depth[number] > MORE:
                 continue
@@ -119,7 +121,7 @@ class Kept:
                 if both and self._of_one_table(spot, others, number):
                     continue
                 alike = self._made_of_theirs(spot, *(self._read_shared(spot) if both else ()))
-                made_of = sources | (others._read_shared(number) if both else set())
+                made_of = sources | (read if both or in_parts else set())
                 if alike == made_of == set() or not alike.isdisjoint(made_of):
                     yield spot
 
