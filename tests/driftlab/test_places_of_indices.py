@@ -114,3 +114,58 @@ def test_who_makes_them_is_named_not_who_uses_them(fault, module):
     found = judged(fault)
     assert found.verdict is Verdict.BUG
     assert found.where.module == module
+
+
+class Angles(nn.Module):
+    """Positions [N, T] -> [N, T, 2]."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("speeds", torch.tensor([1.0, 0.3, 0.1, 0.03]))
+
+    def forward(self, positions):
+        return positions[..., None] * self.speeds
+
+
+class Given(nn.Module):
+    """Whose positions are given."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.angles, self.head = Angles(), nn.Linear(WIDTH, 3)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x, positions):
+        angles = self.angles(positions)
+        for layer in self.layers:
+            x = x + torch.tanh(turned(layer(x), angles))
+        return self.head(x.mean(1))
+
+
+class FlatGiven(FlatPort):
+    def __init__(self, old, fault=""):
+        super().__init__(old, fault)
+        self.register_buffer("speeds", old.angles.speeds.clone())
+
+    def forward(self, x, positions):
+        first = self.fault == "those of the first text serve all"
+        angles = (positions[:1].expand_as(positions) if first else positions).unsqueeze(-1) * self.speeds
+        c, s = angles.cos(), angles.sin()
+        turns = torch.stack([c, -s, s, c], -1).unflatten(-1, (2, 2))
+        for i in range(3):
+            halves = self.linear(f"layers_{i}", x).unflatten(-1, (2, -1))
+            y = torch.einsum("ntcij,ntjc->ntic", turns, halves).flatten(2)
+            x = x + torch.tanh(y)
+        return self.linear("head", x.mean(1))
+
+
+@pytest.mark.parametrize("fault", ["", "those of the first text serve all"])
+def test_what_is_repeated_over_the_batch_is_laid_on_who_makes_it(fault):
+    torch.manual_seed(1)
+    positions = torch.stack([torch.arange(TOKENS) + k for k in (0, 3, 5)])
+    batches = [((torch.randn(3, TOKENS, WIDTH), positions), torch.randint(3, (3,))) for _ in range(2)]
+    found = diagnose(Given(), lambda old: FlatGiven(old, fault), batches, loss=F.cross_entropy, steps=2)
+    right = (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
+    assert found.verdict in ((Verdict.BUG,) if fault else right)
+    assert not fault or found.where.module == "angles"
