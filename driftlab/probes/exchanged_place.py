@@ -29,12 +29,15 @@ def where_a_value_would(pair: Pair, place: Place, value: Exchanged) -> Place:
     return replace(place, module=called(pair.reference, value.scope), candidate_module=value.candidate_scope)
 
 
+def is_joined(pair: Pair, place: Place) -> bool:
+    """Whether in eval mode alone a layer is off that evaluates as it trains: joined to one that does not."""
+    layer = place.pass_ == "eval" and _torchs(pair, place.module)
+    return layer and not evaluates_otherwise(pair.reference.get_submodule(place.module))
+
+
 def _joined_to(pair: Pair, place: Place, module: str) -> bool:
-    """Whether that layer, which evaluates as it trains, may be joined to one that does not, as to a norm."""
-    if place.pass_ != "eval" or not _torchs(pair, place.module):
-        return False
-    layer, other = (pair.reference.get_submodule(name) for name in (place.module, module))
-    return evaluates_otherwise(other) and not evaluates_otherwise(layer)
+    """Whether that layer may be joined to one that evaluates otherwise, as to a norm."""
+    return is_joined(pair, place) and evaluates_otherwise(pair.reference.get_submodule(module))
 
 
 def _where_more_is_done(pair: Pair, place: Place, value: Exchanged) -> Place:

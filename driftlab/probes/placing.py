@@ -14,7 +14,7 @@ from driftlab.network.modules import called, common_parent, lies_in
 from driftlab.network.pair import Pair
 from driftlab.probes.counterfactual import counterfactual, gradient_stop
 from driftlab.probes.examination import Examination
-from driftlab.probes.exchanged_place import where_a_value_would
+from driftlab.probes.exchanged_place import is_joined, where_a_value_would
 from driftlab.tracing.exchange import Exchanged
 from driftlab.tracing.parting import Parted, Traced, parting
 from driftlab.tracing.running import FORWARD
@@ -71,9 +71,9 @@ def _or_where_a_call_would(
 ) -> tuple[Place, Difference, str]:
     """The same; or the module of a call, or of a value, whose change makes the outputs what they are.
 
-    Not where a pair of modules is wrong, and it is in it.
+    Not where a pair of modules is wrong, and it is in it; but a layer that is joined to a norm is not it.
     """
-    within = located is not None and lies_in(place.module, located[0])
+    within = located is not None and lies_in(place.module, located[0]) and not is_joined(found.pair, place)
     would = None if within else counterfactual(found, difference, place.module)
     if would is None:
         return place, difference, ""

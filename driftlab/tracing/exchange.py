@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from driftlab.tracing.cone import reached
 from driftlab.tracing.integers import integer_pairs
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.pairs import Pairs
@@ -39,7 +38,8 @@ class Exchanged:
     besides: whether the candidate comes by the reference's value, and something is done to it besides; not
         where it is made of the same slices, of which it has others more often. Or whether it goes on with
         one that the same code makes in another turn.
-    users: the modules that go on with the reference's value.
+    users: the modules that go on with the reference's value; none where it is a result as well, which what
+        they do to it leaves as it is.
     """
 
     scope: str
@@ -122,10 +122,23 @@ class _Search:
             pairs.leave_out(number, spot)
             if fit:
                 self._least = max(0.0, self._trial.left - BEFORE)
-                self.found, self.spot = self._exchanged(number, spot, fit), spot
-                pairs.keep(reached([number], others.lacked), own.before(spot, fit))
-                return len(self.found.scopes) > 1  # else it lies in one module
+                self._keeps(number, spot, fit)
+                return len(self.found.scopes) > 1 or self._in_another_order()  # else it lies in one module
         return bool(partners)
+
+    def _keeps(self, number: int, spot: int, fit: Change) -> None:
+        self.found, self.spot = self._exchanged(number, spot, fit), spot
+        self._before = self._own.before(spot, fit)
+        self._pairs.keep(self._others.made_of_lacked(number), self._before)
+
+    def _in_another_order(self) -> bool:
+        """Tries those right before it that both have but for their order, which the prints do not tell."""
+        alike = ((n, s) for s in sorted(self._before) for n in self._own.looks_like(s))
+        for number, spot in [pair for pair in alike if pair in self._pairs]:
+            if fit := self._trial.fit(self._changes(number, spot, {spot: number})):
+                self._keeps(number, spot, fit)
+                return True
+        return False
 
     def _in_turn(self, order: Sequence[tuple[int, int]], waits: float) -> Iterator[tuple[int, int]]:
         """These, and those that come soonest once no more runs are left than it ``waits`` for."""
@@ -153,7 +166,8 @@ class _Search:
         lacked = (n for n in own.before(spot, fit) if n == spot or not own.has_whole(n))
         made_there = (n for n in lacked if values[n].made_by[0] and values[n].prints is not None)
         scopes = frozenset(values[n].scope for n in made_there)
-        users = frozenset(values[n].scope for n in own.users(made))
+        used = () if own.is_a_result(made) else own.users(made)
+        users = frozenset(values[n].scope for n in used)
         theirs, others = self._others.flow.values[number], self._others
         besides = own.shared[made] and not (others.shared[number] and not own.seen.find_whole(theirs.prints))
         made_once = len(others.seen.find_whole(theirs.prints)) == 1  # not once more, where it is kept
