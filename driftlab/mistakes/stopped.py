@@ -1,17 +1,18 @@
 """Where a gradient is stopped on its way back, let through or scaled, though the forward pass is right.
 
 Gradients are sums over ways back. A candidate that detaches one operand of one call lacks just what the
-reference sends back there, carried on to the weights. Along a random direction of all weights that is one
-number, <gradient sent back, change of the operand>. One backward pass and two forward passes with moved
-weights give it for every operand at once, and only where the gradient is stopped is it what the candidate
-lacks along several directions (Freivalds, Probabilistic machines can use less running time, 1977). A
-``detach`` that the candidate has not is found by running the reference without it, a norm through whose
-statistics nothing comes back by running it so.
+reference sends back there, carried on to the weights; one that detaches two of them lacks the sum. Along a
+random direction of all weights that is one number, <gradient sent back, change of the operand>. One backward
+pass and two forward passes with moved weights give it for every operand at once, and only where the gradient
+is stopped is it what the candidate lacks along several directions (Freivalds, Probabilistic machines can use
+less running time, 1977). A ``detach`` that the candidate has not is found by running the reference without
+it, a norm through whose statistics nothing comes back by running it so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,12 @@ MODULES = 64
 # Gradients that are kept, as numbers of 8 bytes: of a network that sends more back nothing is told.
 KEPT = 5e7
 
+# Operands of a module of which two may be stopped together, at most.
+TOGETHER = 2000
+
 Gradients = dict[str, Tensor]
+# Of a direction: what is lacked along it, and what each operand is sent.
+_Told = tuple[float, dict[Key, float]]
 
 
 @dataclass(frozen=True)
@@ -105,13 +111,15 @@ class _Ways:
         operands = self._sent()
         if not operands:
             return None
-        shares = [self._shares(operands, along, lacks) for along in self._directions(lacks)]
-        found = [key for key in operands if _agree([s.get(key, 0.0) for s in shares])]
+        told = [self._told(operands, along, lacks) for along in self._directions(lacks)]
+        alone = [key for key in operands if _agree([by / c[key] if c.get(key) else 0.0 for by, c in told])]
+        found = alone or _two_of_one_scope(operands, told)
         if not found:
             return None
         own = [operands[key] for key in found]
         scopes = {o.scope.rpartition(".")[0] if self._takes(o) else o.scope for o in own}
-        words = _words(own[0], shares[0][found[0]])
+        wanted, by = told[0]
+        words = _words(own[:1], wanted / by[found[0]]) if alone else _words(own[:2], 1.0)
         handed = {o.function for o in own if self._is_own(o.function)}
         # what a module hands on as it is given it is its own caller's
         between = {m for m in scopes | handed if not any(m != h and lies_in(m, h) for h in handed)}
@@ -162,14 +170,10 @@ class _Ways:
             }
             yield {name: move * sizes.get(name, 1.0) for name, move in moves.items()}
 
-    def _shares(
-        self, operands: Mapping[Key, _Operand], along: Gradients, lacks: Mapping[str, Tensor]
-    ) -> dict[Key, float]:
-        """What is lacked over what each operand is sent, along a direction."""
+    def _told(self, operands: Mapping[Key, _Operand], along: Gradients, lacks: Mapping[str, Tensor]) -> _Told:
         wanted = sum(float((along[name] * tensor).sum()) for name, tensor in lacks.items())
         ahead, behind = (self._projected(operands, along, by) for by in (MOVED, -MOVED))
-        change = {key: (ahead[key] - behind[key]) / (2 * MOVED) for key in ahead.keys() & behind.keys()}
-        return {key: wanted / by for key, by in change.items() if by}
+        return wanted, {key: (ahead[key] - behind[key]) / (2 * MOVED) for key in ahead.keys() & behind.keys()}
 
     def _projected(self, operands: Mapping[Key, _Operand], along: Gradients, by: float) -> dict[Key, float]:
         """<gradient sent back, operand>, with the weights moved."""
@@ -240,9 +244,27 @@ def _norm(tensors: Mapping[str, Tensor]) -> float:
     return sum(float(t.square().sum()) for t in tensors.values()) ** 0.5
 
 
-def _words(operand: _Operand, share: float) -> str:
-    where = f" in `{operand.scope}`" if operand.scope else ""
-    given = f"what `{operand.function}`{where} is given"
+def _two_of_one_scope(operands: Mapping[Key, _Operand], told: Sequence[_Told]) -> list[Key]:
+    """Keys and values, a state of two tensors: of two that together are sent what is lacked, in all pairs."""
+    scopes: defaultdict[str, list[Key]] = defaultdict(list)
+    for key, operand in operands.items():
+        if all(by.get(key) for _, by in told):
+            scopes[operand.scope].append(key)
+    found: list[Key] = []
+    for keys in (keys for keys in scopes.values() if len(keys) <= TOGETHER):
+        both = torch.ones(len(keys), len(keys), dtype=torch.bool).triu(1)
+        for wanted, by in told:
+            sent = torch.tensor([by[key] for key in keys], dtype=torch.float64)
+            both &= (sent[:, None] + sent - wanted).abs() <= NEAR * abs(wanted)
+        found += [keys[at] for pair in both.nonzero().tolist() for at in pair]
+    return list(dict.fromkeys(found))
+
+
+def _words(operands: Sequence[_Operand], share: float) -> str:
+    """Of one, or of two that are stopped together."""
+    given = " and ".join(
+        f"what `{o.function}`{f' in `{o.scope}`' if o.scope else ''} is given" for o in operands
+    )
     if abs(share - 1) <= NEAR:
         return f"{given}, detached there, would do that"
     return f"{1 - share:.4g} times the gradient of {given} would do that"
