@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from driftlab.tracing.cone import reached
 from driftlab.tracing.integers import integer_pairs
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.pairs import Pairs
@@ -122,22 +123,24 @@ class _Search:
             pairs.leave_out(number, spot)
             if fit:
                 self._least = max(0.0, self._trial.left - BEFORE)
-                self._keeps(number, spot, fit)
-                return len(self.found.scopes) > 1 or self._in_another_order()  # else it lies in one module
+                before = self._fits(number, spot, fit)
+                if len(self.found.scopes) == 1:  # it lies in one module
+                    return self._in_another_order(before)
+                pairs.keep(reached([number], others.lacked), before)
+                return True
         return bool(partners)
 
-    def _keeps(self, number: int, spot: int, fit: Change) -> None:
+    def _fits(self, number: int, spot: int, fit: Change) -> set[int]:
+        """What the reference makes of its own before that value, and for it alone."""
         self.found, self.spot = self._exchanged(number, spot, fit), spot
-        self._before = self._own.before(spot, fit)
-        self._pairs.keep(self._others.made_of_lacked(number), self._before)
+        return self._own.before(spot, fit)
 
-    def _in_another_order(self) -> bool:
+    def _in_another_order(self, before: set[int]) -> bool:
         """Tries those right before it that both have but for their order, which the prints do not tell."""
-        alike = ((n, s) for s in sorted(self._before) for n in self._own.looks_like(s))
-        for number, spot in [pair for pair in alike if pair in self._pairs]:
+        alike = ((number, spot) for spot in sorted(before) for number in self._own.looks_like(spot))
+        for number, spot in filter(self._pairs.are_apart, alike):
             if fit := self._trial.fit(self._changes(number, spot, {spot: number})):
-                self._keeps(number, spot, fit)
-                return True
+                return self._in_another_order(self._fits(number, spot, fit))
         return False
 
     def _in_turn(self, order: Sequence[tuple[int, int]], waits: float) -> Iterator[tuple[int, int]]:

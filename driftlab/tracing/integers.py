@@ -49,17 +49,25 @@ class IntegerPair:
 
 
 def integer_pairs(own: Kept, others: Kept) -> list[IntegerPair]:
-    """Those that only one of the two has, of one size; the nearest, in the reference's order."""
+    """Those that only one of the two has: the nearest of one size, and of others; the reference's first."""
     mine, theirs = _leading(own), _leading(others)
     apart = [
         (distance(own.integers[spot], values), IntegerPair(spot, mine[spot], number, form))
         for spot, number in product(mine, theirs)
         for form, values in enumerate(_forms(own.integers[spot], others.integers[number]))
     ]
-    had, had_there = ({getattr(p, of) for far, p in apart if not far} for of in ("spot", "number"))
-    left = [(far, p) for far, p in apart if p.spot not in had and p.number not in had_there]
-    nearest = sorted(left, key=lambda one: one[0])[:TRIED]
-    return sorted((pair for _, pair in nearest), key=lambda pair: (pair.spot, pair.number))
+    alike, repeated = ([one for one in apart if _is_alike(one[1], own, others) is so] for so in (True, False))
+    had, had_there = ({getattr(p, of) for far, p in alike if not far} for of in ("spot", "number"))
+    nearest: list[IntegerPair] = []
+    for some in (alike, repeated):
+        left = [(far, p) for far, p in some if far and p.spot not in had and p.number not in had_there]
+        nearest += [pair for _, pair in sorted(left, key=lambda one: one[0])[:TRIED]]
+    return sorted(nearest, key=lambda pair: (pair.spot, pair.number))
+
+
+def _is_alike(pair: IntegerPair, own: Kept, others: Kept) -> bool:
+    """Whether nothing has to be repeated."""
+    return own.integers[pair.spot].numel() == others.integers[pair.number].numel()
 
 
 def _leading(network: Kept) -> dict[int, int]:

@@ -149,11 +149,6 @@ class Kept:
         """The other's values that have its numbers, perhaps in another order; none where it lacks them."""
         return self._other.find_whole(self.flow.values[number].prints) if self.shared[number] else []
 
-    def made_of_lacked(self, number: int) -> set[int]:
-        """A value, and what it is made of that the other network lacks, or might have in another order."""
-        lacked = reached([number], self.lacked)
-        return lacked | {i for n in lacked for i in self.flow.values[n].inputs if i in self._offered}
-
     def _theirs(self, number: int) -> frozenset[int]:
         """The other's values that look like one of its own; where none does, like its slices."""
         if number not in self._alike:
