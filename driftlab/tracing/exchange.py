@@ -137,7 +137,8 @@ class _Search:
 
     def _in_another_order(self, before: set[int]) -> bool:
         """Tries those right before it that both have but for their order, which the prints do not tell."""
-        alike = ((number, spot) for spot in sorted(before) for number in self._own.looks_like(spot))
+        earlier = (spot for spot in sorted(before) if spot < self.spot)
+        alike = [(number, spot) for spot in earlier for number in self._own.looks_like(spot)]
         for number, spot in filter(self._pairs.are_apart, alike):
             if fit := self._trial.fit(self._changes(number, spot, {spot: number})):
                 return self._in_another_order(self._fits(number, spot, fit))
