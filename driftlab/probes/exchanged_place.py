@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import nn
@@ -12,19 +13,22 @@ from driftlab.tracing.exchange import Exchanged
 from driftlab.words import Place
 
 
-def where_a_value_would(pair: Pair, place: Place, value: Exchanged) -> Place:
+def where_a_value_would(pair: Pair, place: Place, value: Exchanged, right: Callable[[str], bool]) -> Place:
     """The place, where that lies before the value that the candidate's is put in the place of.
 
     Or where it calls what lies before it, in several modules. Else the module that makes the value.
 
     Args:
         place: where the flow of values parts.
+        right: whether a module is right by itself, by its name. Who calls it has given it something else.
     """
     if value.besides:
         return _where_more_is_done(pair, place, value)
     several = len(value.scopes) > 1  # where one module makes it all, it is that module
     callers = set(map(_caller, value.scopes)) if several else set()
     if place.module and place.module in value.scopes | callers and not _joined_to(pair, place, value.scope):
+        return place
+    if value.scopes == {value.scope} and right(value.scope) and lies_in(value.scope, place.module):
         return place
     return replace(place, module=called(pair.reference, value.scope), candidate_module=value.candidate_scope)
 

@@ -78,7 +78,7 @@ def _or_where_a_call_would(
     if would is None:
         return place, difference, ""
     if isinstance(would, Exchanged):
-        at = where_a_value_would(found.pair, place, would)
+        at = where_a_value_would(found.pair, place, would, found.local.right)
         return replace(at, told_by=ToldBy.VALUE), difference, ""
     where = f" in `{would.scope}`" if would.scope else ""
     change = replace(place, told_by=ToldBy.CHANGE)  # both names as they were told, if it is that module
