@@ -63,7 +63,11 @@ def placed(
         if place.module != stop.scope and place.module in stop.between:
             return replace(place, told_by=ToldBy.CHANGE), difference, stop.words
     pass_ = "weight gradient" if stop.of_weight else "input gradient"
-    return _at(found.pair, stop.scope, pass_), _largest(wrong), stop.words
+    at = _at(found.pair, stop.scope, pass_)
+    if at.candidate_module is None:  # the flow may know what stands for it
+        place, _ = _placed(found, module, wrong, located)
+        at = replace(at, candidate_module=place.candidate_module) if place.module == at.module else at
+    return at, _largest(wrong), stop.words
 
 
 def _or_where_a_call_would(

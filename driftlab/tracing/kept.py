@@ -112,7 +112,8 @@ class Kept:
         which the other network has the slices alone, and the value that it stands for.
         """
         size, sources = others.tensors[number].numel(), others._made_of[number]
-        read, in_parts = others._read_shared(number), not others.has_whole(number)
+        read, value = others._read_shared(number), others.flow.values[number]
+        in_parts = not (value.weight or others.has_whole(number))
         for spot in self._before_the_loss:
             if self.shared[spot] and others.depth[number] > MORE:
                 continue
