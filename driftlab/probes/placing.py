@@ -58,15 +58,16 @@ def placed(
     stop = gradient_stop(found, wrong) if not located or _holds_others(found.pair, module) else None
     if stop is None:
         return _or_where_a_call_would(found, *_placed(found, module, wrong, located), located)
-    if len(stop.between) > 1:
-        place, difference = _placed(found, module, wrong, located)
-        if place.module != stop.scope and place.module in stop.between:
-            return replace(place, told_by=ToldBy.CHANGE), difference, stop.words
     pass_ = "weight gradient" if stop.of_weight else "input gradient"
     at = _at(found.pair, stop.scope, pass_)
-    if at.candidate_module is None:  # the flow may know what stands for it
-        place, _ = _placed(found, module, wrong, located)
-        at = replace(at, candidate_module=place.candidate_module) if place.module == at.module else at
+    if (
+        len(stop.between) > 1 or at.candidate_module is None
+    ):  # the flow may know which, and what stands for it
+        place, difference = _placed(found, module, wrong, located)
+        if place.module != stop.scope and place.module in stop.between and len(stop.between) > 1:
+            return replace(place, told_by=ToldBy.CHANGE), difference, stop.words
+        if place.module == at.module and at.candidate_module is None:
+            at = replace(at, candidate_module=place.candidate_module)
     return at, _largest(wrong), stop.words
 
 

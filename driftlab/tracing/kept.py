@@ -161,17 +161,20 @@ class Kept:
 
     def made_again(self, number: int) -> list[list[int]]:
         """A value and those after it that its module makes so, and uses; at its line; called so; alone."""
-        value, called_by = self.flow.values[number], self._callers[number]
-        made = self._made[value.scope, *value.made_by[1:], number in self.integers]
-        later = [n for n in made if n >= number and n in self.leading]
+        called_by = self._callers[number]
+        later = [n for n in self._made_alike(number) if n >= number and n in self.leading]
         line = [n for n in later if self._callers[n][:1] == called_by[:1]]
         return [later, line, [n for n in line if self._callers[n] == called_by], [number]]
 
     def in_another_turn(self, number: int, wanted: Prints) -> bool:
         """Whether what makes a value makes one that looks like ``wanted`` as well, in another turn."""
+        found = set(self._made_alike(number)).intersection(self.seen.find_whole(wanted))
+        return not {number}.issuperset(found)
+
+    def _made_alike(self, number: int) -> list[int]:
+        """All that the same operation of the module makes."""
         value = self.flow.values[number]
-        made = self._made[value.scope, *value.made_by[1:], number in self.integers]
-        return not {number}.issuperset(set(made).intersection(self.seen.find_whole(wanted)))
+        return self._made[value.scope, *value.made_by[1:], number in self.integers]
 
     def before(self, number: int, others: Collection[int]) -> set[int]:
         """What the other network has not, or might have in another order, and goes into ``others`` alone.
