@@ -83,15 +83,19 @@ class _Trials:
         self._network = copied(first.reference)
         self._earlier: list[Tensor] = []
         self._scopes = Scopes(self._network, self._entered)
-        self._running = in_arithmetic(self._network, first.arithmetic)
-        self._twin, self._draws = Anew(self._running), Draws()
+        self._running, self._draws = in_arithmetic(self._network, first.arithmetic), Draws()
+        self._before = _buffers(self._running)
+        if first.difference.pass_ == "eval":  # what is evaluated has been trained on the batch
+            with eager():
+                self._run(self._running, "forward")
+        self._twin = Anew(self._running)
         self.runs = 0.0
 
     def mutants(
         self, candidate: Flow, near: str, within: Collection[str] | None, rows: Rows | None
     ) -> Mutants | None:
         """None of a network that does not repeat itself."""
-        seen, before = candidate.seen(), _buffers(self._running)
+        seen, before = candidate.seen(), self._before
         frontier = Frontier(seen, rows)
         as_it_is = self._results(frontier.watch)
         if not all(case.is_mine(as_it_is.get(case.name)) for case in self._cases):
@@ -161,17 +165,17 @@ class _Trials:
             return {}
 
     def _results(self, change: Change, mutant: Mutant | None = None) -> Results:
-        first, twin = self._cases[0], self._twin.begun()
-        pass_ = first.difference.pass_
+        twin = self._twin.begun()
         self._scopes.begin()
-        with eager():
-            if pass_ == "eval":  # what is evaluated has been trained on the batch
-                results_of(twin, first.call, first.arithmetic, "forward", first.seed, self._draws)
-            self._earlier.clear()
-            if mutant is not None:
-                mutant.weights(twin)
-            with Calls(self._scopes, self._earlier, change):
-                return results_of(twin, first.call, first.arithmetic, pass_, first.seed, self._draws)
+        self._earlier.clear()
+        if mutant is not None:
+            mutant.weights(twin)
+        with eager(), Calls(self._scopes, self._earlier, change):
+            return self._run(twin, self._cases[0].difference.pass_)
+
+    def _run(self, twin: nn.Module, pass_: str) -> Results:
+        first = self._cases[0]
+        return results_of(twin, first.call, first.arithmetic, pass_, first.seed, self._draws)
 
 
 def _each_line_first(mutants: Sequence[Mutant], lines: Lines) -> tuple[Collection[Mutant], list[Mutant]]:
