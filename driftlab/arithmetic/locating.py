@@ -56,7 +56,7 @@ def _first_wrong_child(
             continue
         elif wrong.pass_ != "forward" or _is_slight(wrong):
             return name, wrong
-        elif local.reordered(name):
+        elif local.reordered(name) or (wrong.reshaped and local.permuted(name)):
             reordered = reordered or (name, wrong)
         elif not shown or "forward" in shown:
             return name, wrong

@@ -130,7 +130,8 @@ def _placed(
     # of a gradient that no call explains its owner says more than the whole network does
     exacter = lies_in(place.module, module) or (not located and place.module)
     exacter = exacter and not (located and _stands_for_both(found, module, place.module))
-    if exacter or (moved and _is_where_it_moved_to(found, module, place)):
+    has_all = moved and parted.gives_what_is_there(module)
+    if exacter or has_all or (moved and _is_where_it_moved_to(found, module, place)):
         return place, difference
     return _of(pair, module, difference, told_by)
 

@@ -36,6 +36,7 @@ class Cone:
     ):
         self._within = within
         self._values, self._uses, self._seen = own.values, own.uses(), other.seen()
+        self._ends = set(own.results.values())
         self._other = other
         self._others = [value.prints for value in other.values]
         self._right, self._known = right, {}
@@ -71,6 +72,17 @@ class Cone:
             found = made if lies_in(made, found) else found
         users = [self._values[u].scope for n in self.first for u in self._uses[n]] if cut else []
         return common([found, *users]) or found
+
+    def gives_what_is_there(self, module: str) -> bool:
+        """Whether the other has all that a module hands on, so that the module is right, if its borders are."""
+        values, inside = self._values, [lies_in(value.scope, module) for value in self._values]
+        given = [
+            n
+            for n, within in enumerate(inside)
+            if within and not values[n].given and (n in self._ends or not all(inside[u] for u in self._uses[n]))
+        ]
+        telling = any((own := values[n].prints) is not None and own.telling for n in given)
+        return telling and all(map(self._has, given))
 
     def is_cut(self, other: Cone) -> bool:
         """Whether this network has what the other's beginning is made of, and goes nowhere from there."""

@@ -60,11 +60,13 @@ class Parted:
         module: the innermost one of the reference in which they do; "" is the network's own code.
         candidate_module: that of the candidate, if it is seen.
         rows: those of each that the other has, where that leaves some out.
+        gives_what_is_there: whether the candidate has all that a module of the reference's hands on.
     """
 
     module: str
     candidate_module: str | None
     rows: BothRows
+    gives_what_is_there: Callable[[str], bool]
 
 
 def parting(
@@ -101,7 +103,8 @@ def parting(
                 again = partial(Again, whole=whole, arithmetic=arithmetic, pass_=pass_, seed=seed)
                 silencing = Silencing((reference.network, candidate.network), flows, fold, again)
                 mine.keep(silencing.survivors(mine))
-            return Parted(mine.scope(backward and theirs.is_cut(mine)), theirs.scope_beside(mine), rows)
+            scope, beside = mine.scope(backward and theirs.is_cut(mine)), theirs.scope_beside(mine)
+            return Parted(scope, beside, rows, mine.gives_what_is_there)
     return None
 
 
