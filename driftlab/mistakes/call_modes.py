@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -43,16 +43,21 @@ class Operands(TorchFunctionMode):
     """Every call takes, and gives, what ``see(key, function, tensor)`` makes of its floating tensors.
 
     Calls that write into what they are given, or differentiate by it, get the tensor itself.
+
+    Args:
+        calls: the numbers of those that are looked at; None of all.
     """
 
-    def __init__(self, see: Callable[[Key, str, Tensor], Tensor]):
+    def __init__(self, see: Callable[[Key, str, Tensor], Tensor], calls: Container[int] | None = None):
         super().__init__()
-        self._see, self._calls = see, 0
+        self._see, self._calls, self._looked_at = see, 0, calls
         self._itself: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        call = Call(func, tuple(args), kwargs or {})
         self._calls += 1
+        if self._is_passed_by() and func.__name__ not in _DIFFERENTIATES:
+            return func(*args, **(kwargs or {}))
+        call = Call(func, tuple(args), kwargs or {})
         if call.name in _DIFFERENTIATES:
             return call.with_tensors(lambda _, tensor: self._before_it_was_seen(tensor)).run()
         if call.writes:
@@ -63,9 +68,14 @@ class Operands(TorchFunctionMode):
     def handed_on(self, module: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The same for a call of a module, by its name."""
         self._calls += 1
+        if self._is_passed_by():
+            return args, kwargs
         with torch._C.DisableTorchFunction():
             seen = self._seen(Call(nn.Module, args, kwargs), module)
         return seen.args, seen.kwargs
+
+    def _is_passed_by(self) -> bool:
+        return self._looked_at is not None and self._calls not in self._looked_at
 
     def _seen(self, call: Call, function: str) -> Call:
         """One that stands there twice stays one: some code asks whether its query is its key."""

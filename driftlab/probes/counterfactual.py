@@ -27,7 +27,7 @@ BESIDE = 1e-6
 
 def gradient_stop(found: Examination, wrong: list[Difference]) -> Stop | None:
     """Where a gradient is stopped, if all that is wrong comes of it."""
-    arithmetic, pair, whole = found.exact_arithmetic, found.pair, found.whole
+    arithmetic, pair, whole = _faster(found, wrong), found.pair, found.whole
     most = max(d.relative for d in wrong)
     grave = {d.pass_ for d in wrong if d.relative >= BESIDE * most}
     if arithmetic is None or whole.loss is None or not grave <= {*BACKWARD, "update"}:
@@ -73,12 +73,11 @@ def counterfactual(found: Examination, difference: Difference, place: str) -> Mu
 
 def _cases(found: Examination, difference: Difference) -> list[Accused]:
     """The quantities of its pass, itself first; none where nobody can tell, or not on a CPU."""
-    arithmetic, pair, pass_ = found.exact_arithmetic, found.pair, difference.pass_
+    arithmetic, pair, pass_ = _faster(found, [difference]), found.pair, difference.pass_
     if arithmetic is None or pass_ not in FORWARD:
         return []
     if any(p.device.type != "cpu" for p in pair.reference.parameters()):
         return []  # a mistaken index ends everything that runs on a GPU
-    arithmetic = "float64" if found.float64 and difference.excess("float64") > 1 else arithmetic  # the faster
     mine, theirs = (read[pass_] for read in _both(found, arithmetic, evaluate=pass_ == "eval"))
     wrong = {d.name: d for d in found.network.differences if d.pass_ == pass_ and d.name in mine}
     order = sorted(wrong, key=lambda name: (name == LOSS, name != difference.name))
@@ -87,6 +86,12 @@ def _cases(found: Examination, difference: Difference) -> list[Accused]:
         for n in order
         if n in theirs
     ]
+
+
+def _faster(found: Examination, wrong: list[Difference]) -> str | None:
+    """Plain float64 where that shows what is wrong as well; else the exact arithmetic, if there is one."""
+    shown = found.float64 and all(d.excess("float64") > 1 for d in wrong)
+    return "float64" if found.exact_arithmetic and shown else found.exact_arithmetic
 
 
 def _both(found: Examination, arithmetic: str, evaluate: bool) -> tuple[dict, dict]:

@@ -60,12 +60,14 @@ def placed(
         return _or_where_a_call_would(found, *_placed(found, module, wrong, located), located)
     pass_ = "weight gradient" if stop.of_weight else "input gradient"
     at = _at(found.pair, stop.scope, pass_)
-    if (
-        len(stop.between) > 1 or at.candidate_module is None
-    ):  # the flow may know which, and what stands for it
+    if len(stop.between) > 1 or at.candidate_module is None:
+        # the flow may know which, and what stands for it; else who owns what alone lacks a gradient
         place, difference = _placed(found, module, wrong, located)
-        if place.module != stop.scope and place.module in stop.between and len(stop.between) > 1:
+        told = [m for m in (place.module, module) if m in stop.between and m != stop.scope]
+        if told and told[0] == place.module:
             return replace(place, told_by=ToldBy.CHANGE), difference, stop.words
+        if told:
+            return _at(found.pair, module, pass_), _largest(wrong), stop.words
         if place.module == at.module and at.candidate_module is None:
             at = replace(at, candidate_module=place.candidate_module)
     return at, _largest(wrong), stop.words

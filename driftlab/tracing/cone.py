@@ -79,7 +79,9 @@ class Cone:
         given = [
             n
             for n, within in enumerate(inside)
-            if within and not values[n].given and (n in self._ends or not all(inside[u] for u in self._uses[n]))
+            if within
+            and not values[n].given
+            and (n in self._ends or not all(inside[u] for u in self._uses[n]))
         ]
         telling = any((own := values[n].prints) is not None and own.telling for n in given)
         return telling and all(map(self._has, given))
