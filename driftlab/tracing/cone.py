@@ -74,7 +74,7 @@ class Cone:
         return common([found, *users]) or found
 
     def gives_what_is_there(self, module: str) -> bool:
-        """Whether the other has all that a module hands on, so that the module is right, if its borders are."""
+        """Whether the other has all that a module hands on, which is right then wherever its borders are."""
         values, inside = self._values, [lies_in(value.scope, module) for value in self._values]
         given = [
             n
@@ -163,11 +163,12 @@ class Cone:
         return inside, {use for at in inside for use in self._whole_uses(at)} - inside
 
     def _whole_uses(self, number: int) -> list[int]:
-        """What is made of a value; less its parts, where they are not all of it: of one that is wrong a part
-        may be right."""
+        """What is made of a value; less its parts, where they are not all of it, or there though others are
+        not: of one that is wrong a part may be right."""
         parts = {u for u in self._uses[number] if self._values[u].part and self._size(u) < self._size(number)}
         if sum(map(self._size, parts)) >= self._size(number):
-            parts = set()
+            there = set(filter(self._has, parts))
+            parts = there if there < parts else set()
         return [u for u in self._uses[number] if u not in parts]
 
     def _size(self, number: int) -> int:
