@@ -43,7 +43,7 @@ def _first_wrong_child(
     One that is wrong by little has the right borders, whatever it is given in the candidate's run; one that
     gives something else altogether, where the whole network gives the same, has not. One that gives its
     channels in another order is taken last, and only where every part has its counterpart: else what reads
-    them may well expect that order.
+    them may well expect that order. It does where they come in another shape.
     """
     last = reordered = None
     for name in _children(local, inside, deeper):
@@ -56,7 +56,9 @@ def _first_wrong_child(
             continue
         elif wrong.pass_ != "forward" or _is_slight(wrong):
             return name, wrong
-        elif local.reordered(name) or (wrong.reshaped and local.permuted(name)):
+        elif wrong.reshaped and local.permuted(name):
+            continue
+        elif local.reordered(name):
             reordered = reordered or (name, wrong)
         elif not shown or "forward" in shown:
             return name, wrong

@@ -147,7 +147,6 @@ class WaysBack:
     def detached(self, keys: Collection[Key]) -> Gradients:
         """The gradients of a run in which all these are detached."""
 
-
         def detach(key: Key, function: str, tensor: Tensor) -> Tensor:
             return tensor.detach() if key in keys else tensor
 

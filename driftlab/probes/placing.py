@@ -63,7 +63,8 @@ def placed(
     if len(stop.between) > 1 or at.candidate_module is None:
         # the flow may know which, and what stands for it; else who owns what alone lacks a gradient
         place, difference = _placed(found, module, wrong, located)
-        told = [m for m in (place.module, module) if m in stop.between and m != stop.scope]
+        known = (module, place.module) if stop.of_weight else (place.module, module)
+        told = [m for m in known if m in stop.between and m != stop.scope]
         if told and told[0] == place.module:
             return replace(place, told_by=ToldBy.CHANGE), difference, stop.words
         if told:
@@ -132,10 +133,15 @@ def _placed(
     # of a gradient that no call explains its owner says more than the whole network does
     exacter = lies_in(place.module, module) or (not located and place.module)
     exacter = exacter and not (located and _stands_for_both(found, module, place.module))
-    has_all = moved and parted.gives_what_is_there(module)
-    if exacter or has_all or (moved and _is_where_it_moved_to(found, module, place)):
+    exacter = exacter or (moved and _is_where_it_moved_to(found, module, place))
+    if exacter or (pass_ == "forward" and _is_none(found, parted, module)):
         return place, difference
     return _of(pair, module, difference, told_by)
+
+
+def _is_none(found: Examination, parted: Parted, module: str) -> bool:
+    """Whether that module is no place, as the candidate has all that it hands on; their order is not seen."""
+    return bool(module) and parted.gives_what_is_there(module) and not found.local.permuted(module)
 
 
 def _stands_for_both(found: Examination, module: str, inner: str) -> bool:

@@ -164,16 +164,16 @@ class _Search:
                 yield change
 
     def _exchanged(self, number: int, spot: int, fit: Change) -> Exchanged:
-        """What was made may pass through others unchanged."""
+        """What was made may pass through others unchanged, or be taken out of what was made."""
         own, made = self._own, self._own.written(self._own.original[spot])
-        values = own.flow.values
+        values, whole = own.flow.values, own.written(own.taken_from(made))
         lacked = (n for n in own.before(spot, fit) if n == spot or not own.has_whole(n))
         made_there = (n for n in lacked if values[n].made_by[0] and values[n].prints is not None)
-        scopes = frozenset(values[n].scope for n in made_there)
+        scopes = frozenset(values[n].scope for n in (*made_there, *([] if whole == made else [whole])))
         used = () if own.is_a_result(made) else own.users(made)
         users = frozenset(values[n].scope for n in used)
         theirs, others = self._others.flow.values[number], self._others
         besides = own.shared[made] and not (others.shared[number] and not own.seen.find_whole(theirs.prints))
         made_once = len(others.seen.find_whole(theirs.prints)) == 1  # not once more, where it is kept
         besides = besides or (made_once and own.in_another_turn(made, theirs.prints))
-        return Exchanged(values[made].scope, scopes, theirs.scope, besides, users)
+        return Exchanged(values[whole].scope, scopes, theirs.scope, besides, users)

@@ -204,6 +204,13 @@ class Kept:
             number = max(values[number].inputs)
         return number
 
+    def taken_from(self, number: int) -> int:
+        """The value itself; of a part of one that the other network has not, that one."""
+        values = self.flow.values
+        while values[number].part and (whole := self.lacked(number)):
+            number = whole[0]
+        return number
+
     def is_a_result(self, number: int) -> bool:
         """Whether its numbers are one of the outputs."""
         values, ends = self.flow.values, self.flow.results.items()

@@ -5,9 +5,11 @@ import torch
 from torch import nn
 
 from driftlab import Verdict, assert_equivalent, diagnose
+from tests.driftlab.flat_port import FlatPort
 
 torch.set_num_threads(1)
 WIDTH = 6
+KINDS = "weight_ih", "weight_hh", "bias_ih", "bias_hh"
 
 
 class Branch(nn.Module):
@@ -83,3 +85,47 @@ def test_bits_are_lost_in_the_branch_that_loses_them():
     found = diagnose(old, InOne(old, {}, in_bfloat16=True), batches())
     assert found.verdict is Verdict.REDUCED_PRECISION
     assert found.where.module.partition(".")[0] == "right"
+
+
+class Floors(nn.Module):
+    """[N, T, C] -> the last states of both floors, in one tensor that is taken apart again."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm = nn.LSTM(4, WIDTH, num_layers=2, batch_first=True)
+        self.lower, self.upper = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        lower, upper = self.lstm(x)[1][0].unbind(0)
+        return torch.tanh(self.lower(lower)) + torch.tanh(self.upper(upper))
+
+
+class FloorByFloor(FlatPort):
+    def floor(self, i, x):
+        w, u, b, c = (getattr(self, f"lstm_{kind}_l{i}") for kind in KINDS)
+        state = cell = torch.zeros(len(x), WIDTH).to(x)
+        made = []
+        for now in x.unbind(1):
+            add, keep, new, show = (now @ w.T + b + state @ u.T + c).chunk(4, 1)
+            cell = keep.sigmoid() * cell + add.sigmoid() * new.tanh()
+            state = show.sigmoid() * cell.tanh()
+            made.append(state)
+        return torch.stack(made, 1)
+
+    def forward(self, x):
+        lower = self.floor(0, x)
+        upper = self.floor(1, lower.flip(1) if self.fault else lower)
+        ends = (self.linear(n, y[:, -1]) for n, y in (("lower", lower), ("upper", upper)))
+        return sum(map(torch.tanh, ends))
+
+
+@pytest.mark.parametrize("fault", ["", "upside down"])
+def test_a_part_that_is_right_does_not_make_up_for_the_part_beside_it(fault):
+    torch.manual_seed(1)
+    inputs = [(torch.randn(3, 5, 4), torch.randint(3, (3,))) for _ in range(2)]
+    found = diagnose(Floors(), lambda old: FloorByFloor(old, fault), inputs, steps=2)
+    if not fault:
+        assert found.verdict in (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
+        return
+    assert (found.verdict, found.where.module) == (Verdict.BUG, "lstm")

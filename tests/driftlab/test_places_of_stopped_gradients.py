@@ -1,0 +1,78 @@
+"""Gradients stopped at each turn of a loop, where no one call is sent what is lacked; and a frozen weight."""
+
+import torch
+from torch import nn
+
+from driftlab import Verdict, diagnose
+from tests.driftlab.flat_port import FlatPort
+
+torch.set_num_threads(1)
+WIDTH = 6
+
+
+class Writer(nn.Module):
+    """[N, T, C]; what it gave is fed to it at its next turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.out = nn.Linear(3 * WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        state = fed = torch.zeros_like(x[:, 0])
+        made = []
+        for now in x.unbind(1):
+            state = torch.tanh(self.cell(torch.cat([now, fed, state], 1)))
+            fed = torch.sin(self.out(state))
+            made.append(fed)
+        return torch.stack(made, 1)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.norm = nn.Linear(4, WIDTH, bias=False), nn.BatchNorm1d(WIDTH, affine=False)
+        self.writer, self.head = Writer(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        x = torch.tanh(self.norm(self.stem(x).mT).mT)
+        return self.head(self.writer(x).mean(1))
+
+
+class Flat(FlatPort):
+    def __init__(self, old, fault):
+        super().__init__(old, fault)
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False)
+
+    def forward(self, x):
+        stem = self.stem_weight
+        x = x @ (stem.detach() if self.fault == "frozen" else stem).T
+        state = fed = torch.zeros_like(x[:, 0])
+        made = []
+        for now in torch.tanh(self.norm(x.mT).mT).unbind(1):
+            fed = fed.detach() if self.fault == "fed" else fed
+            state = torch.tanh(self.linear("writer_cell", torch.cat([now, fed, state], 1)))
+            fed = torch.sin(self.linear("writer_out", state))
+            made.append(fed)
+        return self.linear("head", torch.stack(made).mean(0))
+
+
+def judged(fault):
+    torch.manual_seed(1)
+    batches = [(torch.randn(4, 5, 4), torch.randint(3, (4,))) for _ in range(2)]
+    return diagnose(Net(), lambda old: Flat(old, fault), batches, steps=2)
+
+
+def test_what_is_fed_back_without_gradient_is_found_in_the_loop():
+    found = judged("fed")
+    assert (found.verdict, found.where.module) == (Verdict.BUG, "writer")
+    assert "detached there at each of 4 calls, would do that" in " ".join(str(found).split())
+
+
+def test_a_frozen_weight_is_said_of_the_module_that_owns_it():
+    found = judged("frozen")
+    assert (found.verdict, found.where.module) == (Verdict.BUG, "stem")
+
+
+def test_another_form_of_the_loop_is_right():
+    assert judged("").verdict in (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
