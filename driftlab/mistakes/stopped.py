@@ -108,19 +108,29 @@ def _in_modules(
 def _at_each_turn(
     ways: WaysBack, operands: Mapping[Key, Operand], told: Sequence[Told], lacks: Mapping[str, Tensor]
 ) -> Stop | None:
-    """Of all calls that one line of a module makes, those first whose sum is nearest to what is lacked."""
-    calls: defaultdict[tuple, list[Key]] = defaultdict(list)
+    """Of all calls that one line of a module makes, those first whose sum is nearest to what is lacked.
+
+    With them what is sent the same at each turn: who makes a value, and who goes on with it.
+    """
+    lines: defaultdict[tuple, list[Key]] = defaultdict(list)
     for key, operand in operands.items():
-        calls[operand.scope, operand.function, operand.line, key[1]].append(key)
+        lines[operand.scope, operand.function, operand.line, key[1]].append(key)
+    turns = [keys for keys in lines.values() if len(keys) > 1]
+    if not turns:
+        return None
 
-    def off(keys: list[Key]) -> float:
-        return max(abs(sum(by.get(key, 0.0) for key in keys) / (wanted or 1.0) - 1) for wanted, by in told)
+    def shares(keys: list[Key]) -> list[float]:
+        return [sum(by.get(key, 0.0) for key in keys) / (wanted or 1.0) for wanted, by in told]
 
-    before = ways.detached(()) if calls else {}
-    for keys in sorted((keys for keys in calls.values() if len(keys) > 1), key=off)[:MODULES]:
+    def same(keys: list[Key], others: list[Key]) -> bool:
+        both = zip(shares(keys), shares(others), strict=True)
+        return all(abs(one - other) <= NEAR * abs(one) for one, other in both)
+
+    before = ways.detached(())
+    for keys in sorted(turns, key=lambda keys: max(abs(share - 1) for share in shares(keys)))[:MODULES]:
         if _explain(before, ways.detached(keys), lacks):
-            own = [operands[key] for key in keys]
-            return _stop(ways, own, _words(own[:1], 1.0, f" at each of {len(keys)} calls"))
+            own = [operands[key] for others in turns if same(keys, others) for key in others]
+            return _stop(ways, own, _words([operands[keys[0]]], 1.0, f" at each of {len(keys)} calls"))
     return None
 
 
