@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from driftlab.tracing.cone import reached
+from driftlab.tracing.handing import given_otherwise
 from driftlab.tracing.integers import integer_pairs
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.pairs import Pairs
@@ -76,7 +77,19 @@ def exchanged(
     if (index := _integers(own, others, Trial(mine, own, agrees), search.spot)) is not None:
         return index
     several = search.found is not None and len(search.found.scopes) > 1
+    if search.found is None or several:
+        trial = Trial(mine, own, agrees)
+        trial.left = min(trial.left, BEFORE)
+        if (other := given_otherwise(own, others, trial)) is not None:
+            return _handed(own, others, *other)
     return None if several and own.is_a_result(int(search.spot)) else search.found
+
+
+def _handed(own: Kept, others: Kept, spot: int, number: int, module: str | None) -> Exchanged:
+    """As something that is done besides, by who takes it; else by who makes it."""
+    made = own.flow.values[own.written(spot)].scope
+    users = frozenset() if module is None else frozenset({module})
+    return Exchanged(made, frozenset({made}), others.flow.values[number].scope, True, users)
 
 
 def _integers(own: Kept, others: Kept, trial: Trial, end: float) -> Exchanged | None:

@@ -38,6 +38,7 @@ class Kept:
         shared: of each value, whether both have it.
         depth: how many operations lie between a value and what both have.
         offered: what may have been made by a mistake, in its order.
+        begun: where the way to the results begins that the other network has not.
         original: the first value with the numbers of each, of which it is a copy, perhaps turned.
     """
 
@@ -87,13 +88,20 @@ class Kept:
             deeper = 1 + max((self.depth[i] for i in read), default=0)
             self.depth.append(0 if self.shared[number] else deeper)
         cone = reached((n for n in self.flow.results.values() if not self.shared[n]), self.lacked)
-        begun = (i for n in cone for i in values[n].inputs if self.shared[i])
-        edge = reached(begun, self._gives_its_order)  # which nobody sees in the prints
+        made = (n for n in sorted(cone) if values[n].made_by[0] and not values[n].weight)
+        # of a result that is joined both may have the parts, though not there
+        self.begun = [*filter(self.joins, self.flow.results.values()), *filter(self._is_made_of_both, made)]
+        shared = (i for n in cone for i in values[n].inputs if self.shared[i])
+        edge = reached(shared, self._gives_its_order)  # which nobody sees in the prints
         self.offered = [n for n in sorted(cone | edge) if n in self.tensors and values[n].prints.telling]
 
     def lacked(self, number: int) -> list[int]:
         """What a value is made of that the other network has not."""
         return [i for i in self.flow.values[number].inputs if not self.shared[i]]
+
+    def _is_made_of_both(self, number: int) -> bool:
+        """Whether both have what it is made of; weights the other may hold in another form."""
+        return all(self.flow.values[i].weight for i in self.lacked(number))
 
     def _gives_its_order(self, number: int) -> list[int]:
         """What a value is joined of, or the one that it was made of number by number."""
@@ -210,6 +218,16 @@ class Kept:
         while values[number].part and (whole := self.lacked(number)):
             number = whole[0]
         return number
+
+    def joins(self, number: int) -> bool:
+        """Whether it is a result that is joined of several values."""
+        read = self.flow.values[number].inputs
+        size = sum(_size(self.flow.values[i]) for i in read)
+        return len(read) > 1 and size == _size(self.flow.values[number]) and self.is_a_result(number)
+
+    def taken_by(self, number: int) -> list[int]:
+        """What is made of it at once."""
+        return self._uses[number]
 
     def is_a_result(self, number: int) -> bool:
         """Whether its numbers are one of the outputs."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from driftlab.arithmetic.shadow import held
-from driftlab.network.calling import tensors_in
+from driftlab.arithmetic.shadow import held, plain
+from driftlab.network.calling import each_tensor, tensors_in
 from driftlab.network.compiled import DispatchMode
 from driftlab.tracing.rows import Rows
 
@@ -20,20 +20,29 @@ Change = Callable[[Tensor], None]
 
 
 class Rewriter(DispatchMode):
-    """Inside, what operations make is changed.
+    """Inside, what operations make is changed, or what they are given.
 
     Args:
         changes: by the number of the operation, and the place among its results, as in ``Value.made_by``.
+        given: by the number of the operation, the numbers of an argument and those that are given instead.
     """
 
-    def __init__(self, changes: Mapping[tuple[int, int], Change]):
+    def __init__(
+        self,
+        changes: Mapping[tuple[int, int], Change],
+        given: Mapping[int, tuple[Tensor, Tensor]] | None = None,
+    ):
         super().__init__()
         self._changes, self._operations, self._at = changes, 0, {number for number, _ in changes}
+        self._given = given or {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         self._operations += 1
+        if self._operations in self._given:
+            give = partial(_other_than, *self._given[self._operations])
+            args, kwargs = each_tensor(give, args), each_tensor(give, kwargs)
+        out = func(*args, **kwargs)
         if self._operations in self._at:
             for place, tensor in enumerate(all_made(written_by(func, args, kwargs), out)):
                 if (change := self._changes.get((self._operations, place))) is not None:
@@ -52,6 +61,16 @@ def _put(values: Tensor, rows: Rows | None, tensor: Tensor) -> None:
             own.copy_(values.reshape(tensor.shape))
         else:
             rows.put(values, own)
+
+
+def _other_than(numbers: Tensor, values: Tensor, tensor: Tensor) -> Tensor:
+    """A tensor as it is, or of other values if it has these numbers."""
+    own = plain(tensor).squeeze()
+    if own.shape != numbers.shape or not torch.equal(own.cpu(), numbers):
+        return tensor
+    other = tensor.clone()
+    _put(values, None, other)
+    return other
 
 
 def move(tensor: Tensor) -> None:

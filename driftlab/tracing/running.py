@@ -58,9 +58,13 @@ class Again:
         """``watched`` as of ``Recorder``."""
         return _flow_in(self._twin.begun(), *self._about, **watched)
 
-    def results(self, changes: Mapping[tuple[int, int], Change]) -> dict[str, Tensor]:
-        """As ``results_of``, with values changed, as of ``Rewriter``."""
-        return results_of(self._twin.begun(), *self._about, self._draws, Rewriter(changes))
+    def results(
+        self,
+        changes: Mapping[tuple[int, int], Change],
+        given: Mapping[int, tuple[Tensor, Tensor]] | None = None,
+    ) -> dict[str, Tensor]:
+        """As ``results_of``, with values changed or given instead, as of ``Rewriter``."""
+        return results_of(self._twin.begun(), *self._about, self._draws, Rewriter(changes, given))
 
 
 def _ready(network: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int) -> nn.Module:

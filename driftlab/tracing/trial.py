@@ -38,7 +38,7 @@ class Trial:
 
     def fit(self, changes: Iterable[Change]) -> Change | None:
         """The first that gives the candidate's results, and does not without its own first value."""
-        return next((c for c in changes if any(map(self._fits, _laid_out(c)))), None)
+        return next((c for c in changes if any(map(self._fits, laid_out(c)))), None)
 
     def _fits(self, values: Mapping[int, Tensor]) -> bool:
         if not self.gives_theirs(values):
@@ -46,21 +46,23 @@ class Trial:
         _, *later = values
         return not later or not self.gives_theirs({number: values[number] for number in later})
 
-    def gives_theirs(self, values: Mapping[int, Tensor]) -> bool:
+    def gives_theirs(
+        self, values: Mapping[int, Tensor], given: Mapping[int, tuple[Tensor, Tensor]] | None = None
+    ) -> bool:
+        """Whether it does with other values, or with operations that are given others, as of ``Rewriter``."""
         if self.left <= 0:
             return False
         self.left -= 1
         made_by = {number: self._values[number].made_by for number in values}
+        changes = {(made_by[n][0], made_by[n][2]): instead(t, self._rows) for n, t in values.items()}
         try:
-            ends = self._mine.results(
-                {(made_by[n][0], made_by[n][2]): instead(t, self._rows) for n, t in values.items()}
-            )
+            ends = self._mine.results(changes, given)
         except Exception:  # it does not run so, wherever that shows
             return False
         return self._agrees(ends, self._steady)
 
 
-def _laid_out(change: Change) -> Iterator[dict[int, Tensor]]:
+def laid_out(change: Change) -> Iterator[dict[int, Tensor]]:
     """As it lies, or with its axes turned: what has its shape first, then the nearest, until it is there.
 
     Of several the first tells how, and all are turned so.
