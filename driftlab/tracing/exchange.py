@@ -26,7 +26,8 @@ from driftlab.tracing.running import Again
 from driftlab.tracing.shared_rows import BothRows
 from driftlab.tracing.trial import Agrees, Change, Trial
 
-# Runs in which a value before one that fits is looked for; pairs soon after what both have, at a time.
+# Runs in which a value before one that fits is looked for, and one for a single taker; pairs soon after what
+# both have, at a time.
 BEFORE, SOON = 100, 30
 
 
@@ -76,13 +77,13 @@ def exchanged(
         pass
     if (index := _integers(own, others, Trial(mine, own, agrees), search.spot)) is not None:
         return index
-    several = search.found is not None and len(search.found.scopes) > 1
-    if search.found is None or several:
-        trial = Trial(mine, own, agrees)
-        trial.left = min(trial.left, BEFORE)
+    found, spot = search.found, search.spot
+    several = found is not None and len(found.scopes) > 1
+    if found is None or several or own.joins(int(spot)):
+        trial = Trial(mine, own, agrees, BEFORE)
         if (other := given_otherwise(own, others, trial)) is not None:
             return _handed(own, others, *other)
-    return None if several and own.is_a_result(int(search.spot)) else search.found
+    return None if several and own.is_a_result(int(spot)) else found
 
 
 def _handed(own: Kept, others: Kept, spot: int, number: int, module: str | None) -> Exchanged:

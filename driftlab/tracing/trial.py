@@ -31,10 +31,10 @@ class Trial:
         left: how many there still may be.
     """
 
-    def __init__(self, mine: Again, own: Kept, agrees: Agrees):
+    def __init__(self, mine: Again, own: Kept, agrees: Agrees, most: int = RUNS):
         self._mine, self._values, self._agrees, self._rows = mine, own.flow.values, agrees, own.rows
         self._steady = own.steady
-        self.left = min(RUNS, NUMBERS / max(1, own.size), VALUES / max(1, len(self._values)))
+        self.left = min(most, NUMBERS / max(1, own.size), VALUES / max(1, len(self._values)))
 
     def fit(self, changes: Iterable[Change]) -> Change | None:
         """The first that gives the candidate's results, and does not without its own first value."""

@@ -1,0 +1,111 @@
+"""A value that both networks have, and that one of its takers alone is given otherwise."""
+
+import pytest
+import torch
+from torch import nn
+
+from driftlab import Verdict, diagnose
+from tests.driftlab.flat_port import FlatPort
+
+torch.set_num_threads(1)
+WIDTH, BLOCKS, EXPERTS = 6, 2, 4
+
+
+class Look(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x, memory):
+        shares = (self.q(x) @ self.k(memory).mT / WIDTH**0.5).softmax(-1)
+        return torch.tanh(shares @ self.v(memory))
+
+
+class Mixed(nn.Module):
+    """The scores of its gate are its shares' and are handed back as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.made = nn.Linear(WIDTH, EXPERTS), nn.Linear(WIDTH, EXPERTS * WIDTH)
+
+    def forward(self, x):
+        scores = self.gate(x)
+        made = torch.tanh(self.made(x)).unflatten(-1, (EXPERTS, WIDTH))
+        return x + (scores.softmax(-1)[..., None] * made).sum(-2), scores
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.look, self.mixed = nn.LayerNorm(WIDTH), Look(), Mixed()
+        nn.init.uniform_(self.norm.weight, 0.5, 1.5)
+
+    def forward(self, x, memory):
+        return self.mixed(x + self.look(self.norm(x), memory))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.text, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
+
+    def forward(self, x, text):
+        memory, scores = torch.tanh(self.text(text)), []
+        for block in self.blocks:
+            x, own = block(x, memory)
+            scores.append(own)
+        return {"logits": self.head(x.mean(1)), "scores": torch.stack(scores), "memory": memory}
+
+
+class Flat(FlatPort):
+    def norm(self, i, x):
+        weight, bias = getattr(self, f"blocks_{i}_norm_weight"), getattr(self, f"blocks_{i}_norm_bias")
+        spread, center = torch.var_mean(x, -1, correction=0, keepdim=True)
+        return (x - center) / (spread + 1e-5).sqrt() * weight + bias
+
+    def product(self, names, x):
+        """Of several layers at once."""
+        weight, bias = (
+            torch.cat([getattr(self, f"{n}_{kind}") for n in names]) for kind in ("weight", "bias")
+        )
+        return (x @ weight.T + bias).chunk(len(names), -1)
+
+    def forward(self, x, text):
+        memory, scores = torch.tanh(self.linear("text", text)), []
+        for i in range(BLOCKS):
+            name, last = f"blocks_{i}_", i == BLOCKS - 1
+            read = self.norm(i, memory) if last and self.fault == "normed" else memory
+            k, v = self.product([f"{name}look_k", f"{name}look_v"], read)
+            q = self.linear(f"{name}look_q", self.norm(i, x)) / WIDTH**0.5
+            x = x + torch.tanh(
+                torch.einsum("nqk,nkc->nqc", torch.einsum("nqc,nkc->nqk", q, k).softmax(-1), v)
+            )
+            own = self.linear(f"{name}mixed_gate", x)
+            made = torch.tanh(self.linear(f"{name}mixed_made", x)).unflatten(-1, (EXPERTS, WIDTH))
+            x = x + torch.einsum("nte,ntec->ntc", own.softmax(-1), made)
+            scores.append(own.softmax(-1) if last and self.fault == "shares" else own)
+        return {"logits": self.linear("head", x.mean(1)), "scores": torch.stack(scores), "memory": memory}
+
+
+def loss(outputs, target):
+    return nn.functional.cross_entropy(outputs["logits"], target) + outputs["scores"].square().mean() / 10
+
+
+@pytest.mark.parametrize(
+    ("fault", "module"),
+    [
+        ("", None),
+        ("normed", "blocks.1.look"),  # whose keys and values are of another memory
+        ("shares", "blocks.1.mixed"),  # whose scores are used as they are, and reported otherwise
+    ],
+)
+def test_who_takes_it_is_named_or_who_makes_it_if_it_is_a_result(fault, module):
+    torch.manual_seed(1)
+    batches = [((torch.randn(3, 4, WIDTH), torch.randn(3, 5, 3)), torch.randint(3, (3,))) for _ in range(2)]
+    found = diagnose(Net(), lambda old: Flat(old, fault), batches, loss=loss, steps=2)
+    if not fault:
+        assert found.verdict in (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
+        return
+    assert (found.verdict, found.where.module) == (Verdict.BUG, module)
