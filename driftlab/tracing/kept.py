@@ -91,8 +91,8 @@ class Kept:
         made = (n for n in sorted(cone) if values[n].made_by[0] and not values[n].weight)
         # of a result that is joined both may have the parts, though not there
         self.begun = [*filter(self.joins, self.flow.results.values()), *filter(self._is_made_of_both, made)]
-        shared = (i for n in cone for i in values[n].inputs if self.shared[i])
-        edge = reached(shared, self._gives_its_order)  # which nobody sees in the prints
+        there = (i for n in cone for i in values[n].inputs if self.shared[i])
+        edge = reached(there, self._gives_its_order)  # which nobody sees in the prints
         self.offered = [n for n in sorted(cone | edge) if n in self.tensors and values[n].prints.telling]
 
     def lacked(self, number: int) -> list[int]:
