@@ -54,13 +54,11 @@ class Operands(TorchFunctionMode):
         self._itself: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        self._calls += 1
-        if self._is_passed_by() and func.__name__ not in _DIFFERENTIATES:
-            return func(*args, **(kwargs or {}))
         call = Call(func, tuple(args), kwargs or {})
+        self._calls += 1
         if call.name in _DIFFERENTIATES:
             return call.with_tensors(lambda _, tensor: self._before_it_was_seen(tensor)).run()
-        if call.writes:
+        if call.writes or self._is_passed_by():
             return call.run()
         out = self._seen(call, call.name).run()
         return self._of(RESULT, call.name, out) if isinstance(out, Tensor) else out

@@ -20,7 +20,6 @@ from torch.utils import _pytree as pytree
 
 from driftlab.arithmetic.anew import Anew
 from driftlab.arithmetic.draws import Draws
-from driftlab.arithmetic.passes import in_arithmetic
 from driftlab.arithmetic.shadow import held
 from driftlab.mistakes.accused import Accused, are_theirs
 from driftlab.mistakes.call_modes import Calls, Change, floating
@@ -33,7 +32,7 @@ from driftlab.network.calling import copied
 from driftlab.network.compiled import eager
 from driftlab.tracing.flow import Flow, Scopes
 from driftlab.tracing.rows import Rows
-from driftlab.tracing.running import results_of
+from driftlab.tracing.running import ready, results_of
 
 # Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
 RUNS, ELEMENTS, STEPS = 400, 1e8, 10
@@ -83,19 +82,16 @@ class _Trials:
         self._network = copied(first.reference)
         self._earlier: list[Tensor] = []
         self._scopes = Scopes(self._network, self._entered)
-        self._running, self._draws = in_arithmetic(self._network, first.arithmetic), Draws()
-        self._before = _buffers(self._running)
-        if first.difference.pass_ == "eval":  # what is evaluated has been trained on the batch
-            with eager():
-                self._run(self._running, "forward")
-        self._twin = Anew(self._running)
+        self._about = first.call, first.arithmetic, first.difference.pass_, first.seed
+        self._running = ready(self._network, *self._about)
+        self._twin, self._draws = Anew(self._running), Draws()
         self.runs = 0.0
 
     def mutants(
         self, candidate: Flow, near: str, within: Collection[str] | None, rows: Rows | None
     ) -> Mutants | None:
         """None of a network that does not repeat itself."""
-        seen, before = candidate.seen(), self._before
+        seen, before = candidate.seen(), _buffers(self._network)
         frontier = Frontier(seen, rows)
         as_it_is = self._results(frontier.watch)
         if not all(case.is_mine(as_it_is.get(case.name)) for case in self._cases):
@@ -171,11 +167,7 @@ class _Trials:
         if mutant is not None:
             mutant.weights(twin)
         with eager(), Calls(self._scopes, self._earlier, change):
-            return self._run(twin, self._cases[0].difference.pass_)
-
-    def _run(self, twin: nn.Module, pass_: str) -> Results:
-        first = self._cases[0]
-        return results_of(twin, first.call, first.arithmetic, pass_, first.seed, self._draws)
+            return results_of(twin, *self._about, self._draws)
 
 
 def _each_line_first(mutants: Sequence[Mutant], lines: Lines) -> tuple[Collection[Mutant], list[Mutant]]:
@@ -196,8 +188,9 @@ def _each_line_first(mutants: Sequence[Mutant], lines: Lines) -> tuple[Collectio
 
 
 def _buffers(network: nn.Module) -> dict[str, Tensor]:
+    """In float64."""
     tensors = {name: held(buffer).detach() for name, buffer in network.named_buffers()}
-    return {name: tensor.clone() for name, tensor in tensors.items() if tensor.is_floating_point()}
+    return {name: t.to(torch.float64, copy=True) for name, t in tensors.items() if t.is_floating_point()}
 
 
 def _secant(*tried: tuple[float, float]) -> float | None:

@@ -134,12 +134,12 @@ def _placed(
     exacter = lies_in(place.module, module) or (not located and place.module)
     exacter = exacter and not (located and _stands_for_both(found, module, place.module))
     exacter = exacter or (moved and _is_where_it_moved_to(found, module, place))
-    if exacter or (pass_ == "forward" and _is_none(found, parted, module)):
+    if exacter or (pass_ == "forward" and _hands_on_what_is_there(found, parted, module)):
         return place, difference
     return _of(pair, module, difference, told_by)
 
 
-def _is_none(found: Examination, parted: Parted, module: str) -> bool:
+def _hands_on_what_is_there(found: Examination, parted: Parted, module: str) -> bool:
     """Whether that module is no place, as the candidate has all that it hands on; their order is not seen."""
     return bool(module) and parted.gives_what_is_there(module) and not found.local.permuted(module)
 

@@ -165,15 +165,12 @@ class Cone:
     def _whole_uses(self, number: int) -> list[int]:
         """What is made of a value; less its parts, where they are not all of it, or there though others are
         not: of one that is wrong a part may be right."""
-        parts = {u for u in self._uses[number] if self._values[u].part and self._size(u) < self._size(number)}
-        if sum(map(self._size, parts)) >= self._size(number):
+        values, size = self._values, self._values[number].size
+        parts = {u for u in self._uses[number] if values[u].part and values[u].size < size}
+        if sum(values[u].size for u in parts) >= size:
             there = set(filter(self._has, parts))
             parts = there if there < parts else set()
         return [u for u in self._uses[number] if u not in parts]
-
-    def _size(self, number: int) -> int:
-        prints = self._values[number].prints
-        return prints.whole[0] if prints else 0
 
     def _made_up_for(self, number: int) -> bool:
         """Whether something made of it is there, so that it was right, and in another form."""

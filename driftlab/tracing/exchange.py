@@ -182,8 +182,8 @@ class _Search:
         own, made = self._own, self._own.written(self._own.original[spot])
         values, whole = own.flow.values, own.written(own.taken_from(made))
         lacked = (n for n in own.before(spot, fit) if n == spot or not own.has_whole(n))
-        made_there = (n for n in lacked if values[n].made_by[0] and values[n].prints is not None)
-        scopes = frozenset(values[n].scope for n in (*made_there, *([] if whole == made else [whole])))
+        made_there = {n for n in lacked if values[n].made_by[0] and values[n].prints is not None}
+        scopes = frozenset(values[n].scope for n in made_there | ({whole} - {made}))
         used = () if own.is_a_result(made) else own.users(made)
         users = frozenset(values[n].scope for n in used)
         theirs, others = self._others.flow.values[number], self._others

@@ -56,6 +56,11 @@ class Value:
     sent_back: bool = False
 
     @property
+    def size(self) -> int:
+        """How many numbers it holds; 0 where these are not floating."""
+        return self.prints.whole[0] if self.prints is not None else 0
+
+    @property
     def part(self) -> bool:
         """Whether it was taken out of a larger tensor as it is."""
         return self.made_by[1] in TAKES_PART

@@ -107,10 +107,9 @@ class Kept:
         """What a value is joined of, or the one that it was made of number by number."""
         values = self.flow.values
         read = [i for i in values[number].inputs if self.shared[i]]
-        size, sizes = _size(values[number]), [_size(values[i]) for i in read]
-        if sum(sizes) == size and len(read) == len(values[number].inputs):
+        if self._adds_up(number) and len(read) == len(values[number].inputs):
             return read
-        alike = [i for i, own in zip(read, sizes, strict=True) if own == size]
+        alike = [i for i in read if values[i].size == values[number].size]
         return alike if len(alike) == 1 else []
 
     def takes(self, others: Kept, number: int) -> Iterator[int]:
@@ -221,13 +220,13 @@ class Kept:
 
     def joins(self, number: int) -> bool:
         """Whether it is a result that is joined of several values."""
-        read = self.flow.values[number].inputs
-        size = sum(_size(self.flow.values[i]) for i in read)
-        return len(read) > 1 and size == _size(self.flow.values[number]) and self.is_a_result(number)
+        several = len(self.flow.values[number].inputs) > 1
+        return several and self._adds_up(number) and self.is_a_result(number)
 
-    def taken_by(self, number: int) -> list[int]:
-        """What is made of it at once."""
-        return self._uses[number]
+    def _adds_up(self, number: int) -> bool:
+        """Whether it holds as many numbers as all that it is made of."""
+        values = self.flow.values
+        return sum(values[i].size for i in values[number].inputs) == values[number].size
 
     def is_a_result(self, number: int) -> bool:
         """Whether its numbers are one of the outputs."""
@@ -254,20 +253,16 @@ class Kept:
         """What is made of a value, or of a copy of it, on the way forward; copies apart."""
 
         def copies(at: int) -> list[int]:
-            return [n for n in self._uses[at] if self.original[n] == self.original[number]]
+            return [n for n in self.uses[at] if self.original[n] == self.original[number]]
 
         copied = reached([number], copies)
-        used_by = {n for at in copied for n in self._uses[at]} - copied
+        used_by = {n for at in copied for n in self.uses[at]} - copied
         return {n for n in used_by if not self.flow.values[n].sent_back}
 
     @cached_property
-    def _uses(self) -> list[list[int]]:
+    def uses(self) -> list[list[int]]:
         return self.flow.uses()
 
     @cached_property
     def _offered(self) -> set[int]:
         return set(self.offered)
-
-
-def _size(value: Value) -> int:
-    return value.prints.whole[0] if value.prints is not None else 0

@@ -41,7 +41,7 @@ class Rewriter(DispatchMode):
         self._operations += 1
         if self._operations in self._given:
             give = partial(_other_than, *self._given[self._operations])
-            args, kwargs = each_tensor(give, args), each_tensor(give, kwargs)
+            args, kwargs = each_tensor(give, (args, kwargs))
         out = func(*args, **kwargs)
         if self._operations in self._at:
             for place, tensor in enumerate(all_made(written_by(func, args, kwargs), out)):

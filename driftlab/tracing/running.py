@@ -38,7 +38,7 @@ def flow_of(
         pass_: "forward" or "eval"; any other is the backward pass.
         nudge, watched: as of ``shadow_arithmetic`` and ``Recorder``.
     """
-    twin = _ready(network, whole, arithmetic, pass_, seed)
+    twin = ready(network, whole, arithmetic, pass_, seed)
     return _flow_in(twin, whole, arithmetic, pass_, seed, nudge, **watched)
 
 
@@ -50,7 +50,7 @@ class Again:
     """
 
     def __init__(self, network: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int):
-        self._twin = Anew(_ready(network, whole, arithmetic, pass_, seed))
+        self._twin = Anew(ready(network, whole, arithmetic, pass_, seed))
         self._about = whole, arithmetic, pass_, seed
         self._draws = Draws()
 
@@ -67,7 +67,7 @@ class Again:
         return results_of(self._twin.begun(), *self._about, self._draws, Rewriter(changes, given))
 
 
-def _ready(network: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int) -> nn.Module:
+def ready(network: nn.Module, whole: Recorded, arithmetic: str, pass_: str, seed: int) -> nn.Module:
     """A copy; what is evaluated has been trained on the batch."""
     twin = in_arithmetic(network, arithmetic)
     if pass_ == "eval":
