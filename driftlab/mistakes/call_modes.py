@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from driftlab.mistakes.torch_call import Call
-from driftlab.tracing.flow import Scopes
+from driftlab.tracing.scopes import Scopes
 
 # A call by its number, itself, and the floating values that were made before it; gives the result.
 Change = Callable[[int, Call, Sequence[Tensor]], Any]

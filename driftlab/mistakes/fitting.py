@@ -30,9 +30,10 @@ from driftlab.mistakes.mutants import Mutants
 from driftlab.mistakes.torch_call import Call
 from driftlab.network.calling import copied
 from driftlab.network.compiled import eager
-from driftlab.tracing.flow import Flow, Scopes
+from driftlab.tracing.flow import Flow
 from driftlab.tracing.rows import Rows
 from driftlab.tracing.running import ready, results_of
+from driftlab.tracing.scopes import Scopes
 
 # Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
 RUNS, ELEMENTS, STEPS = 400, 1e8, 10

@@ -16,7 +16,7 @@ from driftlab.mistakes.mutations import last_alike
 from driftlab.mistakes.orders import MOVES
 from driftlab.mistakes.torch_call import Call
 from driftlab.network.modules import lies_in
-from driftlab.tracing.flow import Entered
+from driftlab.tracing.scopes import Entered
 
 
 @dataclass

@@ -7,7 +7,7 @@ from torch.overrides import TorchFunctionMode
 
 from driftlab.mistakes.norms import NORMS, has_own_statistics, written_out
 from driftlab.mistakes.torch_call import Call
-from driftlab.tracing.flow import Scopes
+from driftlab.tracing.scopes import Scopes
 
 
 class HeldStatistics(TorchFunctionMode):

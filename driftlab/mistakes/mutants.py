@@ -38,8 +38,8 @@ from driftlab.mistakes.swapped import Swapped
 from driftlab.mistakes.torch_call import Call
 from driftlab.mistakes.weight_mutations import weight_mutations
 from driftlab.network.modules import is_torchs
-from driftlab.tracing.flow import Scopes
 from driftlab.tracing.prints import Seen
+from driftlab.tracing.scopes import Scopes
 
 # Changed calls that are looked for among the candidate's values.
 LOOKED_AT = 10_000

@@ -21,7 +21,7 @@ from driftlab.fold.layout import gradient_of
 from driftlab.mistakes.call_modes import Key, Operands
 from driftlab.network.calling import copied, seed_random_layers
 from driftlab.network.modules import is_torchs
-from driftlab.tracing.flow import Scopes
+from driftlab.tracing.scopes import Scopes
 
 # For the two forward passes weights are moved by so much of their size, up and down.
 MOVED = 1e-6

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cached_property
 from itertools import chain
 
-from driftlab.arithmetic.naming import LOSS
 from driftlab.network.modules import common, lies_in
-from driftlab.tracing.flow import Flow
-from driftlab.tracing.prints import ABOUT, NEARLY
+from driftlab.tracing.beside import Beside
+from driftlab.tracing.flow import Flow, reached
+from driftlab.tracing.prints import ABOUT
 
 
 class Cone:
@@ -34,17 +33,14 @@ class Cone:
         right: Callable[[str], bool],
         within: Sequence[float],
     ):
-        self._within = within
-        self._values, self._uses, self._seen = own.values, own.uses(), other.seen()
+        self._values, self._uses, self._there = own.values, own.uses(), Beside(own, other, within)
         self._ends = set(own.results.values())
-        self._other = other
-        self._others = [value.prints for value in other.values]
-        self._right, self._known = right, {}
+        self._right = right
         self._any_known = any(map(right, {value.scope for value in self._values} - {""}))
-        self._before_the_loss = before_the_loss(own)
+        self._before_the_loss = own.before_the_loss()
         self._absent = self._led([own.results[end] for end in ends if end in own.results])
         first = [n for n in sorted(self._absent) if self._absent.isdisjoint(self._values[n].inputs)]
-        self._begun = [n for n in first if not self._made_up_for(n)] or first
+        self._begun = [n for n in first if not self._there.made_up_for(n)] or first
         self.first = self._in_one_part(self._upstream(self._begun))
 
     def begun(self) -> dict[str, int]:
@@ -84,7 +80,7 @@ class Cone:
             and (n in self._ends or not all(inside[u] for u in self._uses[n]))
         ]
         telling = any((own := values[n].prints) is not None and own.telling for n in given)
-        return telling and all(map(self._has, given))
+        return telling and all(map(self._there.has, given))
 
     def is_cut(self, other: Cone) -> bool:
         """Whether this network has what the other's beginning is made of, and goes nowhere from there."""
@@ -136,47 +132,14 @@ class Cone:
     def _beside(self, other: Cone) -> tuple[set[int], list[int]]:
         """What the other's beginning is made of, found here, and what of the beginning here is made of it."""
         made_of = {i for n in other.first for i in other._values[n].inputs if not other._values[i].given}
-        prints = ((other._values[i].prints, other._within[i]) for i in made_of)
-        there = {n for p, within in prints if p and p.telling for n in other._seen.find_whole(p, within)}
+        found = other._there
+        prints = ((other._values[i].prints, found.within[i]) for i in made_of)
+        there = {n for p, within in prints if p and p.telling for n in found.seen.find_whole(p, within)}
         return there, [n for n in self.first if there.intersection(self._values[n].inputs)]
 
-    def _has(self, number: int) -> bool:
-        """Whether the other has it; what holds no numbers is as what it is made of, constants are had."""
-        if number not in self._known:
-            value = self._values[number]
-            if value.given or not value.fed:
-                known = True
-            elif value.prints is None:
-                known = all(map(self._has, value.inputs))
-            else:
-                known = self._seen.has(value.prints, self._within[number])
-            self._known[number] = known
-        return self._known[number]
-
     def _led(self, ends: list[int]) -> set[int]:
-        led = reached(ends, lambda n: () if self._has(n) else self._values[n].inputs)
-        return {n for n in led if not self._has(n)}
-
-    def _border(self, number: int, inner: Callable[[int], bool]) -> tuple[set[int], set[int]]:
-        """What is made of a value as far as it is ``inner``, and what is made of that."""
-        inside = reached([number], lambda at: filter(inner, self._whole_uses(at)))
-        return inside, {use for at in inside for use in self._whole_uses(at)} - inside
-
-    def _whole_uses(self, number: int) -> list[int]:
-        """What is made of a value; less its parts, where they are not all of it, or there though others are
-        not: of one that is wrong a part may be right."""
-        values, size = self._values, self._values[number].size
-        parts = {u for u in self._uses[number] if values[u].part and values[u].size < size}
-        if sum(values[u].size for u in parts) >= size:
-            there = set(filter(self._has, parts))
-            parts = there if there < parts else set()
-        return [u for u in self._uses[number] if u not in parts]
-
-    def _made_up_for(self, number: int) -> bool:
-        """Whether something made of it is there, so that it was right, and in another form."""
-        _, border = self._border(number, lambda n: not self._has(n))
-        prints = (self._values[n].prints for n in border)
-        return any(p is not None and p.telling for p in prints)
+        led = reached(ends, lambda n: () if self._there.has(n) else self._values[n].inputs)
+        return {n for n in led if not self._there.has(n)}
 
     def _lifted(self, number: int, moved: bool = True) -> str:
         """The module in which a value was made, or that which holds what fed it wrongly.
@@ -188,50 +151,13 @@ class Cone:
                 right nothing says so but how values downstream agree, which a norm brings about as well.
         """
         scope = common([self._values[n].scope for n in (self._moved(number) if moved else {number})])
-        if (turned := self._in_another_order(number)) is not None:
+        if (turned := self._there.in_another_order(number)) is not None:
             return common([scope, self._values[turned].scope])
-        if scope and scope == self._values[number].scope and self._applied_otherwise(number):
+        if scope and scope == self._values[number].scope and self._there.applied_otherwise(number):
             scope = scope.rpartition(".")[0]
         while scope and self._right(scope):
             scope = common([scope.rpartition(".")[0], *self._came_from(number, scope)])
         return scope
-
-    @cached_property
-    def _their_uses(self) -> list[list[int]]:
-        return self._other.uses()
-
-    def _applied_otherwise(self, number: int) -> bool:
-        """Whether the other applies a weight to something else than this network does, and of its size.
-
-        Who is given that is no more accused than who gives it: what holds both is.
-        """
-        made_of = [self._values[i] for i in self._values[number].inputs]
-        weights = [v for v in made_of if v.weight and v.prints and v.prints.telling]
-        given = [v.prints for v in made_of if not v.given and v.prints]
-        if len(given) != 1 or not weights:
-            return False
-        weight = max(weights, key=lambda v: v.prints.whole[0])
-        values, uses = self._other.values, self._their_uses
-        alike = [n for n in self._seen.find(weight.prints.whole) if values[n].weight]
-        taken = {i for n in alike for use in uses[n] for i in values[use].inputs}
-        theirs = [self._others[i] for i in taken if not values[i].given]
-        of_its_size = [p for p in theirs if p and p.whole[0] == given[0].whole[0]]
-        return bool(of_its_size) and not any(p.same(given[0], self._within[number]) for p in of_its_size)
-
-    def _in_another_order(self, number: int) -> int | None:
-        """The first of the values that one is made of that is there in another order alone."""
-        found = None
-        while True:
-            turned = (i for i in self._values[number].inputs if self._is_turned(i))
-            if (number := next(turned, -1)) < 0:
-                return found
-            found = number
-
-    def _is_turned(self, number: int) -> bool:
-        value = self._values[number]
-        if value.given or value.prints is None or not value.prints.telling:
-            return False
-        return self._seen.in_another_order(value.prints, self._others, self._within[number])
 
     def _came_from(self, number: int, scope: str) -> set[str]:
         """The modules outside of ``scope`` that made what went into it, on its way to a value."""
@@ -252,30 +178,10 @@ class Cone:
         """
         at = self._values[number].scope
         network = self._absent.intersection(self._before_the_loss)
-        inside, border = self._border(number, lambda n: n in network and not self._nearly(n))
+        inside, border = self._there.border(number, lambda n: n in network and not self._there.nearly(n))
         reached = border & network
         ended = any(not any(use in self._before_the_loss for use in self._uses[n]) for n in inside)
         others = {self._values[n].scope for n in inside | reached}
         changed = any(not lies_in(at, s) and not self._right(s) for s in others)
-        slightly = any(self._nearly(n, ABOUT) for n in inside | reached if self._values[n].scope == at)
+        slightly = any(self._there.nearly(n, ABOUT) for n in inside | reached if self._values[n].scope == at)
         return inside | reached if reached and changed and not ended and not slightly else {number}
-
-    def _nearly(self, number: int, within: float = NEARLY) -> bool:
-        prints = self._values[number].prints
-        return prints is not None and prints.telling and self._seen.has(prints, within)
-
-
-def before_the_loss(flow: Flow) -> range:
-    """The values up to the last output: no border is moved into a loss, which damps whatever is wrong."""
-    last = max((number for end, number in flow.results.items() if end != LOSS), default=None)
-    return range(len(flow.values) if last is None else last + 1)
-
-
-def reached(begin: Iterable[int], onward: Callable[[int], Iterable[int]]) -> set[int]:
-    """The values that one comes by from these, themselves included."""
-    found, waiting = set(), list(begin)
-    while waiting:
-        if (at := waiting.pop()) not in found:
-            found.add(at)
-            waiting += onward(at)
-    return found

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from driftlab.tracing.cone import reached
+from driftlab.tracing.flow import reached
 from driftlab.tracing.handing import given_otherwise
 from driftlab.tracing.integers import integer_pairs
 from driftlab.tracing.kept import Kept

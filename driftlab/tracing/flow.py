@@ -2,30 +2,24 @@
 
 Operations are seen where torch dispatches them, so that what a module computes by itself, between its parts,
 has its place as well as what its parts compute.
-
-And the flow of gradients: each that a step of autograd sends on. A step belongs to the module in which it was
-written down: what comes out of a module and is not yet anybody's is that module's, what goes into one is its
-caller's.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.shadow import held
 from driftlab.network.calling import tensors_in
 from driftlab.network.compiled import DispatchMode
-from driftlab.network.modules import common
 from driftlab.tracing.prints import Prints, Seen, prints
 from driftlab.tracing.rewriting import all_made, written_by
+from driftlab.tracing.scopes import Scopes
 
 Made = tuple[int, str, int]
 
@@ -104,55 +98,20 @@ class Flow:
                 found[i].append(number)
         return found
 
-
-@dataclass(frozen=True, eq=False)
-class Entered:
-    """A call of a module that is not over yet, and what it was given."""
-
-    scope: str
-    given: list[Tensor]
+    def before_the_loss(self) -> range:
+        """The values up to the last output: no border is moved into a loss, which damps whatever is wrong."""
+        last = max((number for end, number in self.results.items() if end != LOSS), default=None)
+        return range(len(self.values) if last is None else last + 1)
 
 
-class Scopes:
-    """Which module is at work.
-
-    Attributes:
-        entered: it last, before it who called it.
-    """
-
-    def __init__(
-        self, network: nn.Module, crossed: Callable[[object, str], None] = lambda tensors, scope: None
-    ):
-        """``crossed(tensors, scope)`` is called where tensors come in from ``scope``, or out of it."""
-        self.entered: list[Entered] = []
-        for name, module in network.named_modules():
-            if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-                self._watch(module, name, crossed)
-
-    @property
-    def now(self) -> str:
-        return self.entered[-1].scope if self.entered else ""
-
-    @property
-    def inside(self) -> bool:
-        """Whether the network itself is at work, and not its loss."""
-        return bool(self.entered)
-
-    def begin(self) -> None:
-        """Forget a run that broke off."""
-        self.entered.clear()
-
-    def _watch(self, module: nn.Module, name: str, crossed: Callable[[object, str], None]) -> None:
-        def enter(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            crossed((args, kwargs), self.now)
-            self.entered.append(Entered(name, tensors_in((args, kwargs))))
-
-        def leave(_: nn.Module, args: tuple, output: object) -> None:
-            crossed(output, name)
-            self.entered.pop()
-
-        module.register_forward_pre_hook(enter, with_kwargs=True)
-        module.register_forward_hook(leave)
+def reached(begin: Iterable[int], onward: Callable[[int], Iterable[int]]) -> set[int]:
+    """The values that one comes by from these, themselves included."""
+    found, waiting = set(), list(begin)
+    while waiting:
+        if (at := waiting.pop()) not in found:
+            found.add(at)
+            waiting += onward(at)
+    return found
 
 
 class Recorder(DispatchMode):
@@ -237,52 +196,3 @@ def _memory(tensor: Tensor) -> int:
 def _is_new(func: Callable) -> bool:
     name = func._opname
     return name.endswith("_like") or name.startswith("new_")
-
-
-Gradients = tuple[list[Prints | None], list[Prints | None]]
-
-
-@dataclass
-class Steps:
-    """The steps of autograd, whose they are, and what each was given and gave on, as they ran."""
-
-    scopes: dict[Any, str] = field(default_factory=dict)
-    ran: dict[Any, Gradients] = field(default_factory=dict)
-
-    def claim(self, tensors: object, scope: str) -> None:
-        """What led to ``tensors`` and is nobody's yet."""
-        steps = [t.grad_fn for t in tensors_in(tensors)]
-        while steps:
-            step = steps.pop()
-            if step is not None and step not in self.scopes:
-                self.scopes[step] = scope
-                steps += [following for following, _ in step.next_functions]
-
-    def watch(self) -> None:
-        for step in self.scopes:
-            step.register_hook(partial(self._keep, step))
-
-    def _keep(self, step: Any, sent: tuple, got: tuple) -> None:
-        self.ran[step] = _all(got), _all(sent)
-
-    def flow(self, leaves: Mapping[str, Tensor]) -> Flow:
-        """Results are the gradients of ``leaves``, by their names."""
-        flow, coming = Flow(), defaultdict(list)
-        names = {id(leaf): name for name, leaf in leaves.items()}
-        for step, (got, sent) in self.ran.items():
-            scope, arrived = self.scopes[step], []
-            for place, gradient in enumerate(got):
-                if gradient is not None:
-                    parts = tuple(coming[step, place])
-                    inside = common([scope, *(flow.values[p].scope for p in parts)])
-                    arrived.append(flow.add(Value(inside, parts, gradient)))
-            if id(getattr(step, "variable", None)) in names and arrived:
-                flow.results[names[id(step.variable)]] = arrived[0]
-            for gradient, target in zip(sent, step.next_functions, strict=False):
-                if gradient is not None and target[0] is not None:
-                    coming[target].append(flow.add(Value(scope, tuple(arrived), gradient)))
-        return flow
-
-
-def _all(gradients: tuple) -> list[Prints | None]:
-    return [prints(g) if isinstance(g, Tensor) else None for g in gradients]

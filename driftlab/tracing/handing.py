@@ -13,7 +13,6 @@ from itertools import islice
 from torch import Tensor
 
 from driftlab.network.modules import lies_in
-from driftlab.tracing.cone import before_the_loss
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.trial import Trial, laid_out
 
@@ -49,7 +48,7 @@ def _offered(others: Kept) -> list[int]:
 def _takers(own: Kept) -> Iterator[tuple[int, str | None, _Taken]]:
     """What the first values are made of that the candidate has not, and who takes it: all in the module that
     makes the value, and in those around it. Of a joined result the operation that joins it comes first."""
-    values, before = own.flow.values, before_the_loss(own.flow)
+    values, before = own.flow.values, own.flow.before_the_loss()
     for number in [n for n in own.begun if n in before][:BEGUN]:
         for source in values[number].inputs:
             if source not in own.tensors or values[source].weight:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from functools import cached_property, partial
 
 from torch import Tensor
@@ -11,16 +11,13 @@ from torch import Tensor
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.shadow import plain
 from driftlab.blame import callers
-from driftlab.tracing.cone import before_the_loss, reached
-from driftlab.tracing.flow import Value
+from driftlab.tracing.flow import Value, reached
 from driftlab.tracing.prints import Prints, Seen, prints, same_numbers
 from driftlab.tracing.rows import Rows
 from driftlab.tracing.running import Again
 
 # Numbers that are kept at most.
 LARGEST = 2e7
-# So many operations may be done besides to a value that both have.
-MORE = 4
 
 
 class Kept:
@@ -36,6 +33,7 @@ class Kept:
 
     Attributes:
         shared: of each value, whether both have it.
+        made_of: the last ones before it that both have; itself, if they have it.
         depth: how many operations lie between a value and what both have.
         offered: what may have been made by a mistake, in its order.
         begun: where the way to the results begins that the other network has not.
@@ -71,7 +69,7 @@ class Kept:
         """Which values the other network has, and where those begin that lead to the results without it."""
         self._other, values = other, self.flow.values
         self.shared = [v.prints is not None and other.has(v.prints) for v in values]
-        self._made_of: list[set[int]] = []  # of each, the last ones before it that both have
+        self.made_of: list[set[int]] = []
         self.depth: list[int] = []
         self.original: list[int] = []
         for number, value in enumerate(values):
@@ -80,8 +78,8 @@ class Kept:
                 made_of |= {i for i in value.inputs if self.shared[i]}
             read = [i for i in value.inputs if not (values[i].weight and self.shared[i])]
             if not made_of:
-                made_of = set().union(*(self._made_of[i] for i in read))
-            self._made_of.append(made_of)
+                made_of = set().union(*(self.made_of[i] for i in read))
+            self.made_of.append(made_of)
             made = (i for i in read if values[i].made_by[0] or values[i].inputs)  # or it stands in the code
             copied = (i for i in made if same_numbers(value.prints, values[i].prints))
             self.original.append(self.original[i] if (i := next(copied, None)) is not None else number)
@@ -112,52 +110,15 @@ class Kept:
         alike = [i for i in read if values[i].size == values[number].size]
         return alike if len(alike) == 1 else []
 
-    def takes(self, others: Kept, number: int) -> Iterator[int]:
-        """The values that ``number`` of the other's may stand for: of its size, and made of the same.
-
-        Of two that both networks have the one may be made of the other, or both of the same. So may one of
-        which the other network has the slices alone, and the value that it stands for.
-        """
-        size, sources = others.tensors[number].numel(), others._made_of[number]
-        read, value = others._read_shared(number), others.flow.values[number]
-        in_parts = not (value.weight or others.has_whole(number))
-        for spot in self._before_the_loss:
-            if self.shared[spot] and others.depth[number] > MORE:
-                continue
-            if self.tensors[spot].numel() == size:
-                both = self.shared[spot] and others.shared[number]
-                if both and self._of_one_table(spot, others, number):
-                    continue
-                alike = self._made_of_theirs(spot, *(self._read_shared(spot) if both else ()))
-                made_of = sources | (read if both or in_parts else set())
-                if alike == made_of == set() or not alike.isdisjoint(made_of):
-                    yield spot
-
-    def _of_one_table(self, spot: int, others: Kept, number: int) -> bool:
-        """Whether both were taken out of the same tensor, of whose rows any may be taken."""
-        own, other = self.flow.values[spot], others.flow.values[number]
-        if not (own.part and other.part):
-            return False
-        return any(not self._theirs(i).isdisjoint(other.inputs) for i in own.inputs)
-
-    def _read_shared(self, number: int) -> set[int]:
+    def read_shared(self, number: int) -> set[int]:
+        """What a value is made of that both have."""
         return {i for i in self.flow.values[number].inputs if self.shared[i]}
-
-    @cached_property
-    def _before_the_loss(self) -> list[int]:
-        before = before_the_loss(self.flow)
-        return [n for n in self.offered if n in before]
-
-    def _made_of_theirs(self, *numbers: int) -> set[int]:
-        """The other's values that look like those that these are made of."""
-        made_of = set().union(*(self._made_of[n] for n in numbers))
-        return set().union(*map(self._theirs, made_of))
 
     def looks_like(self, number: int) -> list[int]:
         """The other's values that have its numbers, perhaps in another order; none where it lacks them."""
         return self._other.find_whole(self.flow.values[number].prints) if self.shared[number] else []
 
-    def _theirs(self, number: int) -> frozenset[int]:
+    def alike(self, number: int) -> frozenset[int]:
         """The other's values that look like one of its own; where none does, like its slices."""
         if number not in self._alike:
             found, other = self.flow.values[number].prints, self._other

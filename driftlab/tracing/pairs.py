@@ -15,6 +15,8 @@ from driftlab.tracing.prints import AGREE
 
 # Axes are turned of values with at most so many axes and numbers.
 AXES, LARGEST = 4, 2**18
+# So many operations may be done besides to a value that both have.
+MORE = 4
 # Two values that both have come as late as one so many operations further on.
 LATER = 3
 
@@ -26,7 +28,7 @@ class Pairs:
     """All that are left: those that are apart, else the one is there already."""
 
     def __init__(self, own: Kept, others: Kept):
-        offered = ((number, spot) for number in others.offered for spot in own.takes(others, number))
+        offered = ((number, spot) for number in others.offered for spot in _taking(own, others, number))
         sizes = {n: AGREE * float(torch.linalg.vector_norm(tensor)) for n, tensor in own.tensors.items()}
         apart = {p: far for p, far in _apart(offered, own, others) if far > sizes[p[1]]}
         self._places = {pair: place for place, pair in enumerate(apart)}
@@ -77,6 +79,36 @@ class Pairs:
         left = self._left.nonzero()[:, 0]
         first = left[torch.argsort(self._depths[left], stable=True)[:most]]
         return list(zip(self._spots[first].tolist(), self._numbers[first].tolist(), strict=True))
+
+
+def _taking(own: Kept, others: Kept, number: int) -> Iterator[int]:
+    """The reference's values that ``number`` may stand for: of its size, and made of the same.
+
+    Of two that both networks have the one may be made of the other, or both of the same. So may one of which
+    the reference has the slices alone, and the value that it stands for.
+    """
+    size, made_of = others.tensors[number].numel(), others.made_of[number]
+    read, weight = others.read_shared(number), others.flow.values[number].weight
+    in_parts = not (weight or others.has_whole(number))
+    before = own.flow.before_the_loss()
+    for spot in (n for n in own.offered if n in before and own.tensors[n].numel() == size):
+        both = own.shared[spot] and others.shared[number]
+        too_deep = own.shared[spot] and others.depth[number] > MORE
+        if too_deep or (both and _of_one_table(own, spot, others, number)):
+            continue
+        sources = own.made_of[spot] | (own.read_shared(spot) if both else set())
+        alike = set().union(*map(own.alike, sources))
+        theirs = made_of | (read if both or in_parts else set())
+        if alike == theirs == set() or not alike.isdisjoint(theirs):
+            yield spot
+
+
+def _of_one_table(own: Kept, spot: int, others: Kept, number: int) -> bool:
+    """Whether both were taken out of the same tensor, of whose rows any may be taken."""
+    mine, theirs = own.flow.values[spot], others.flow.values[number]
+    if not (mine.part and theirs.part):
+        return False
+    return any(not own.alike(i).isdisjoint(theirs.inputs) for i in mine.inputs)
 
 
 def _apart(pairs: Iterable[Pair], own: Kept, others: Kept) -> Iterator[tuple[Pair, float]]:

@@ -16,8 +16,10 @@ from driftlab.arithmetic.passes import Recorded, computing, in_arithmetic, own_i
 from driftlab.arithmetic.shadow import plain
 from driftlab.arithmetic.shadow_tensor import Native
 from driftlab.network.calling import evaluation_mode, named_leaves, seed_random_layers, tensors_in
-from driftlab.tracing.flow import Flow, Recorder, Scopes, Steps
+from driftlab.tracing.flow import Flow, Recorder
+from driftlab.tracing.gradients import Steps
 from driftlab.tracing.rewriting import Change, Rewriter
+from driftlab.tracing.scopes import Scopes
 
 FORWARD = ("forward", "eval")
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from driftlab import Verdict, diagnose
 from driftlab.mistakes.held_statistics import HeldStatistics
-from driftlab.tracing.flow import Scopes
+from driftlab.tracing.scopes import Scopes
 
 torch.set_num_threads(1)
 C = 4

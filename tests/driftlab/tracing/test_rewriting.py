@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from driftlab.blame import callers
-from driftlab.tracing.flow import Recorder, Scopes
+from driftlab.tracing.flow import Recorder
 from driftlab.tracing.rewriting import Rewriter, instead, writing
+from driftlab.tracing.scopes import Scopes
 
 
 class Block(nn.Module):
