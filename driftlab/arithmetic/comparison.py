@@ -13,6 +13,7 @@ from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.opaque import Opaque
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
 from driftlab.arithmetic.quantities import differences, exact_passes, used_outputs
+from driftlab.arithmetic.shadow_tensor import Native
 from driftlab.fold.layout import AnyFold
 from driftlab.network.outputs import Outputs
 
@@ -147,15 +148,44 @@ def compare(
     found = differences(both, fold, prefixes, used, truth, recorded.precision)
     if wide == "float32" and truth is None:
         found = _beside_own_units(found, reference, recorded, both["float32"][0], control)
-    if wide != "shadow":
-        found = Opaque(reference, candidate, recorded, fold, prefixes, wide, options).with_natures(found)
-    if "shadow" in both and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found):
+    if wide == "shadow" and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found):
         _try(both, failed, "shadow64", modules, recorded, options)
         found = differences(both, fold, prefixes, used, precision=recorded.precision)
+        if _rounds_otherwise(both, found, modules, recorded, fold, prefixes, options):
+            del both["shadow"], both["shadow64"]
+            failed["shadow"] = "the reference rounds to whole numbers, and the candidate otherwise"
+            wide, found = "float64", differences(both, fold, prefixes, used, precision=recorded.precision)
+    if wide != "shadow":
+        found = Opaque(reference, candidate, recorded, fold, prefixes, wide, options).with_natures(found)
     compared = _compared(found, failed, both, judged)
     if wide == "float32":
         return replace(compared, exact=truth is not None)
     return _beside_control(compared, reference, recorded, both[wide][0], {"arithmetic": wide} | control)
+
+
+def _rounds_otherwise(
+    both: dict,
+    found: list[Difference],
+    modules: tuple,
+    recorded: Recorded,
+    fold: AnyFold,
+    prefixes: tuple,
+    options: dict,
+) -> bool:
+    """Whether the two part in a rounding to a grid, as of anchors, that is the reference's function.
+
+    What the candidate alone rounds is its precision.
+    """
+    own, other = both["shadow"]
+    if "shadow64" not in both or not own.rounded or other.rounded > own.rounded:
+        return False
+    kept: dict[str, tuple[Passes, Passes]] = {}
+    _try(kept, {}, "shadow64", modules, recorded, options | {"native": Native.GRIDS})
+    if not kept:
+        return False
+    cleared = {(d.pass_, d.name) for d in found if d.excess("float64") > 1 >= d.excess("shadow64")}
+    again = differences(both | kept, fold, prefixes, None, precision=recorded.precision)
+    return any(d.excess("shadow64") > 1 for d in again if (d.pass_, d.name) in cleared)
 
 
 def _beside_control(

@@ -85,12 +85,14 @@ class Passes:
         spare: outputs that stand for none of the reference's.
         carried: outputs that the loss depends on, by a gradient that is not zero. Of float32 alone.
         dtypes: as ``tensors``, of what came out as it was.
+        rounded: how many numbers a shadow run rounds to a grid.
     """
 
     tensors: dict[str, dict[str, Tensor]]
     spare: set[str] = field(default_factory=set)
     carried: set[str] = field(default_factory=set)
     dtypes: dict[str, dict[str, torch.dtype]] = field(default_factory=dict)
+    rounded: int = 0
 
 
 class CannotRunError(AboutThePair, RuntimeError):
@@ -134,6 +136,7 @@ def run(
     Raises:
         CannotRunError: the module raises in this arithmetic.
     """
+    before = Shadow.rounded
     try:
         twin, named = (
             in_arithmetic(module, arithmetic),
@@ -154,7 +157,7 @@ def run(
         raise CannotRunError(said) from error
     numbers = {pass_: {n: plain(t) for n, t in tensors.items()} for pass_, tensors in found.items()}
     dtypes = {pass_: {n: t.dtype for n, t in tensors.items()} for pass_, tensors in found.items()}
-    return Passes(numbers, named.spare, named.carried, dtypes)
+    return Passes(numbers, named.spare, named.carried, dtypes, Shadow.rounded - before)
 
 
 def _moved(twin: nn.Module, recorded: Recorded, arithmetic: str, unit: torch.Generator) -> Recorded:

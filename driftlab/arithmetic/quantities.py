@@ -89,8 +89,11 @@ def _difference(pass_: str, name: str, truth: Tensor, pairs: dict, known: bool) 
 
 
 def by_reference_names(passes: Passes, fold: AnyFold, prefixes: tuple[str, str], index: int) -> dict:
-    """Weights, gradients and buffers under the reference's full names."""
+    """Weights, gradients and buffers under the reference's full names; its buffers get no gradient."""
     read = dict(passes.tensors)
+    if not index:  # what is a weight in the candidate may be a buffer here
+        none = {n: torch.zeros_like(b) for n, b in read["buffer"].items()}
+        read["weight gradient"] = none | read["weight gradient"]
     for pass_ in ("weight gradient", "buffer"):
         prefix = f"{prefixes[index]}." if prefixes[index] else ""
         named = {prefix + name: tensor for name, tensor in read[pass_].items()}

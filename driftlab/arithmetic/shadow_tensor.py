@@ -16,7 +16,7 @@ HALVES = (torch.float32, torch.float16, torch.bfloat16)
 WIDE |= dict.fromkeys(HALVES, torch.float64)
 _aten = torch.ops.aten
 
-# Rounding to a grid is the identity here: fake quantisation is precision, not function.
+# Rounding to a grid is the identity here, unless it is kept: fake quantisation is precision, not function.
 _ROUND = (_aten.round.default, _aten.round.decimals)
 _ROUND_IN_PLACE = (_aten.round_.default, _aten.round_.decimals)
 _GRIDS = (
@@ -43,13 +43,18 @@ class Native(Flag):
     NOTHING = 0
     TABLES = auto()  # what is made of constants alone
     NUMBERS = auto()  # those written down beside tensors, such as an epsilon
+    GRIDS = auto()  # what is rounded to a grid
 
 
 class Shadow(Tensor):
-    """A tensor of dtype ``dtype`` by its own account, whose values are those of ``held``, in float64."""
+    """A tensor of dtype ``dtype`` by its own account, whose values are those of ``held``, in float64.
+
+    Attributes:
+        rounded: how many numbers were rounded to a grid by now, in all shadows together.
+    """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    native = Native.NOTHING
+    native, rounded = Native.NOTHING, 0
 
     @staticmethod
     def __new__(cls, held: Tensor, dtype: torch.dtype, requires_grad: bool = False):
@@ -127,9 +132,10 @@ def _leaves(*values: object) -> list:
 def run_operation(func, args: tuple, kwargs: dict):
     """One operation of torch, on what shadows hold; its floating results are shadows."""
     if func in _ROUND_IN_PLACE and isinstance(args[0], Shadow):
+        args[0].held.copy_(_on_grid(func, args, kwargs))
         return args[0]
     if func in _GRIDS and isinstance(args[0], Tensor):
-        return _rounded(func, args)
+        return _rounded(func, args, kwargs)
     if func is _aten.view.dtype and isinstance(args[0], Shadow | Bits):
         return _reinterpreted(args[0], args[1])
     leaves = _leaves(args, kwargs)
@@ -276,14 +282,22 @@ def _as_kind(said: torch.dtype, held_as: torch.dtype) -> torch.dtype:
     return said
 
 
-def _rounded(func: Callable, args: tuple):
+def _rounded(func: Callable, args: tuple, kwargs: dict):
     tensor = args[0]
     if not isinstance(tensor, Shadow):
-        return func(*args)
-    same = Shadow(tensor.held.clone(), tensor.dtype)
+        return func(*args, **kwargs)
+    same = Shadow(_on_grid(func, args, kwargs), tensor.dtype)
     if func in _ROUND:
         return same
     return same, torch.ones_like(tensor.held, dtype=torch.bool)
+
+
+def _on_grid(func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    """A copy, rounded where that is kept. Fake quantisation never is."""
+    tensor, *others = args
+    Shadow.rounded += tensor.numel()
+    kept = Native.GRIDS in Shadow.native and func in (*_ROUND, *_ROUND_IN_PLACE)
+    return func(tensor.held.clone(), *others, **kwargs) if kept else tensor.held.clone()
 
 
 def _reinterpreted(tensor: Shadow | Bits, dtype: torch.dtype) -> Tensor:

@@ -92,6 +92,11 @@ def _frozen(reference: nn.Module, candidate: nn.Module, fold: Fold) -> list[Star
         if not parameter.requires_grad and trained:
             what = f"{name} is frozen in the reference, and {trained[0]} is trained in the candidate"
             found.append(Start(what, None, Verdict.BUG, Place(owner(name), "weight gradient", 0)))
+    for name, _ in reference.named_buffers():
+        if trained := [n for n in fold.sources(name) if n in theirs and theirs[n].requires_grad]:
+            # it counts where a gradient comes to it, which the function tells
+            what = f"{name} is a buffer in the reference, and {trained[0]} a parameter in the candidate"
+            found.append(Start(what, None, None))
     return found
 
 

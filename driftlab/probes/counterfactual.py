@@ -32,6 +32,9 @@ def gradient_stop(found: Examination, wrong: list[Difference]) -> Stop | None:
     grave = {d.pass_ for d in wrong if d.relative >= BESIDE * most}
     if arithmetic is None or whole.loss is None or not grave <= {*BACKWARD, "update"}:
         return None
+    buffers = {name for name, _ in pair.reference.named_buffers()}
+    if any(d.name in buffers and d.pass_ in BACKWARD for d in wrong):  # it is sent to what is no weight here
+        return None
     if any(_untied(pair, d.name) for d in wrong):  # what is lacked is sent to another weight
         return None
     with unless_ours():  # a module may take no hooks, a function may not be watched
@@ -39,7 +42,7 @@ def gradient_stop(found: Examination, wrong: list[Difference]) -> Stop | None:
             {n: t.cpu() for pass_ in BACKWARD for n, t in read[pass_].items()}
             for read in _both(found, arithmetic, evaluate=False)
         )
-        lacks = {n: mine[n] - theirs[n] for n in mine.keys() & theirs.keys()}
+        lacks = {n: mine[n] - theirs[n] for n in mine.keys() & theirs.keys() - buffers}
         return stopped(pair.reference, whole, arithmetic, pair.seed, lacks)
     return None
 
@@ -59,7 +62,10 @@ def counterfactual(found: Examination, difference: Difference, place: str) -> Mu
     value: Exchanged | None = None
     with unless_ours():
         mine, theirs = (Again(network, *about) for network in (pair.reference, pair.candidate))
-        value = exchanged(mine, theirs, partial(are_theirs, cases), found.rows)
+        agrees = partial(are_theirs, cases)
+        value = exchanged(mine, theirs, agrees, found.rows)
+        if value is None and any(found.rows):  # it may lie in rows that one of the two leaves out
+            value = exchanged(mine, theirs, agrees)
     with unless_ours():  # a mistake that has words says more, and where it is looked for the value tells
         within = value and {value.scope, *value.scopes}
         theirs_made = flow_of(pair.candidate, *about, look=partial(prints, rows=found.rows[1]))

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 
+import torch
+from torch import Tensor
+
 from driftlab.tracing.flow import Flow, reached
-from driftlab.tracing.prints import NEARLY
+from driftlab.tracing.prints import AGREE, NEARLY
+
+Numbers = Callable[[Collection[int], Collection[int]], tuple[dict[int, Tensor], dict[int, Tensor]]]
+
+# So many numbers of a value lie in another that holds it but for its border, as a padded one does.
+MOST = 0.9
 
 
 class Beside:
@@ -14,12 +22,13 @@ class Beside:
     Args:
         own, other: the flows of the two networks.
         within: how far from the prints of each value of ``own`` those of the same value may be, relative.
+        numbers: gives the tensors of some values of both by their numbers, those of which they can be had.
     """
 
-    def __init__(self, own: Flow, other: Flow, within: Sequence[float]):
+    def __init__(self, own: Flow, other: Flow, within: Sequence[float], numbers: Numbers):
         self._values, self._uses, self._other = own.values, own.uses(), other
-        self.within, self.seen = within, other.seen()
-        self._prints = [value.prints for value in other.values]
+        self.within, self.seen, self._numbers = within, other.seen(), numbers
+        self.prints = [value.prints for value in other.values]
         self._known: dict[int, bool] = {}
 
     def has(self, number: int) -> bool:
@@ -60,23 +69,34 @@ class Beside:
     def _their_uses(self) -> list[list[int]]:
         return self._other.uses()
 
-    def applied_otherwise(self, number: int) -> bool:
-        """Whether the other applies a weight to something else than this network does, and of its size.
+    def applied_to(self, number: int) -> list[int] | None:
+        """What else the other applies the weight of a value to; None where it does not.
 
-        Who is given that is no more accused than who gives it: what holds both is.
+        Something of its size, or else neither holds the numbers of the other: nothing was laid out otherwise.
         """
-        made_of = [self._values[i] for i in self._values[number].inputs]
-        weights = [v for v in made_of if v.weight and v.prints and v.prints.telling]
-        given = [v.prints for v in made_of if not v.given and v.prints]
+        mine = [(i, self._values[i]) for i in self._values[number].inputs]
+        weights = [v.prints for _, v in mine if v.weight and v.prints and v.prints.telling]
+        given = [i for i, v in mine if not v.given and v.prints]
         if len(given) != 1 or not weights:
-            return False
-        weight = max(weights, key=lambda v: v.prints.whole[0])
-        values, uses = self._other.values, self._their_uses
-        alike = [n for n in self.seen.find(weight.prints.whole) if values[n].weight]
-        taken = {i for n in alike for use in uses[n] for i in values[use].inputs}
-        theirs = [self._prints[i] for i in taken if not values[i].given]
-        of_its_size = [p for p in theirs if p and p.whole[0] == given[0].whole[0]]
-        return bool(of_its_size) and not any(p.same(given[0], self.within[number]) for p in of_its_size)
+            return None
+        values, uses, own = self._other.values, self._their_uses, self._values[given[0]].prints
+        weight = max(weights, key=lambda p: p.whole[0])
+        alike = [n for n in self.seen.find(weight.whole) if values[n].weight]
+        taken = {i for n in alike for use in uses[n] for i in values[use].inputs if not values[i].given}
+        of_its_size = [n for n in taken if (p := values[n].prints) and p.whole[0] == own.whole[0]]
+        if of_its_size:
+            same = any(values[n].prints.same(own, self.within[number]) for n in of_its_size)
+            return None if same else of_its_size
+        others = [n for n in taken if values[n].prints]
+        return others if others and not self._laid_out_otherwise(given[0], others) else None
+
+    def _laid_out_otherwise(self, number: int, others: list[int]) -> bool:
+        """Whether one of the other's values holds the numbers of one, or they its; so if nobody can tell."""
+        own, theirs = self._numbers([number], others)
+        if number not in own or not theirs.keys() >= set(others):
+            return True
+        value, all_others = own[number], torch.cat([t.flatten() for t in theirs.values()])
+        return _holds(all_others, value) or any(_holds(value, t) for t in theirs.values())
 
     def in_another_order(self, number: int) -> int | None:
         """The first of the values that one is made of that is there in another order alone."""
@@ -91,8 +111,17 @@ class Beside:
         value = self._values[number]
         if value.given or value.prints is None or not value.prints.telling:
             return False
-        return self.seen.in_another_order(value.prints, self._prints, self.within[number])
+        return self.seen.in_another_order(value.prints, self.prints, self.within[number])
 
     def nearly(self, number: int, within: float = NEARLY) -> bool:
         prints = self._values[number].prints
         return prints is not None and prints.telling and self.seen.has(prints, within)
+
+
+def _holds(values: Tensor, others: Tensor) -> bool:
+    """Whether nearly all numbers of the second are among those of the first."""
+    own, wanted = values.flatten().sort().values, others.flatten()
+    at = torch.searchsorted(own, wanted).clamp(1, max(len(own) - 1, 1))
+    below, above = own[at - 1], own[at.clamp(max=len(own) - 1)]
+    apart = torch.minimum((wanted - below).abs(), (wanted - above).abs())
+    return bool((apart <= AGREE * wanted.abs().max()).double().mean() >= MOST)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cached_property
 from itertools import chain
 
 from driftlab.network.modules import common, lies_in
-from driftlab.tracing.beside import Beside
+from driftlab.tracing.beside import Beside, Numbers
 from driftlab.tracing.flow import Flow, reached
-from driftlab.tracing.prints import ABOUT
+from driftlab.tracing.prints import ABOUT, Seen
 
 
 class Cone:
@@ -32,8 +33,10 @@ class Cone:
         ends: Iterable[str],
         right: Callable[[str], bool],
         within: Sequence[float],
+        numbers: Numbers,
     ):
-        self._values, self._uses, self._there = own.values, own.uses(), Beside(own, other, within)
+        self._values, self._uses, self._own = own.values, own.uses(), own
+        self._there = Beside(own, other, within, numbers)
         self._ends = set(own.results.values())
         self._right = right
         self._any_known = any(map(right, {value.scope for value in self._values} - {""}))
@@ -153,11 +156,30 @@ class Cone:
         scope = common([self._values[n].scope for n in (self._moved(number) if moved else {number})])
         if (turned := self._there.in_another_order(number)) is not None:
             return common([scope, self._values[turned].scope])
-        if scope and scope == self._values[number].scope and self._there.applied_otherwise(number):
-            scope = scope.rpartition(".")[0]
+        own = bool(scope) and scope == self._values[number].scope
+        if own and (others := self._there.applied_to(number)) is not None:
+            scope = self._who_sees(scope, others)
         while scope and self._right(scope):
             scope = common([scope.rpartition(".")[0], *self._came_from(number, scope)])
         return scope
+
+    @cached_property
+    def _own_seen(self) -> Seen:
+        return self._own.seen()
+
+    def _who_sees(self, scope: str, others: Collection[int]) -> str:
+        """The innermost module around one that sees what the other network gives it, as a value of its own.
+
+        Who is given that is no more accused than who gives it: what holds both is. What this network has not
+        is seen by the caller.
+        """
+        prints = (p for n in others if (p := self._there.prints[n]) and p.telling)
+        own = {at for p in prints for at in self._own_seen.find_whole(p)}
+        seen_by = {self._values[at].scope for n in own for at in (n, *self._uses[n])}
+        around = scope.rpartition(".")[0]
+        while around and seen_by and not any(lies_in(s, around) for s in seen_by):
+            around = around.rpartition(".")[0]
+        return around
 
     def _came_from(self, number: int, scope: str) -> set[str]:
         """The modules outside of ``scope`` that made what went into it, on its way to a value."""

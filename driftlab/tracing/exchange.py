@@ -22,6 +22,7 @@ from driftlab.tracing.handing import given_otherwise
 from driftlab.tracing.integers import integer_pairs
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.pairs import Pairs
+from driftlab.tracing.prints import same_numbers
 from driftlab.tracing.running import Again
 from driftlab.tracing.shared_rows import BothRows
 from driftlab.tracing.trial import Agrees, Change, Trial
@@ -75,6 +76,8 @@ def exchanged(
     search = _Search(own, others, Trial(mine, own, agrees))
     while search.narrows():
         pass
+    if search.found is None:
+        search.turns(Trial(mine, own, agrees, BEFORE))
     if (index := _integers(own, others, Trial(mine, own, agrees), search.spot)) is not None:
         return index
     found, spot = search.found, search.spot
@@ -138,11 +141,16 @@ class _Search:
             if fit:
                 self._least = max(0.0, self._trial.left - BEFORE)
                 before = self._fits(number, spot, fit)
-                if len(self.found.scopes) == 1:  # it lies in one module
-                    return self._in_another_order(before)
+                if self._in_another_order(before) or len(self.found.scopes) == 1:  # it lies in one module
+                    return False
                 pairs.keep(reached([number], others.lacked), before)
                 return True
         return bool(partners)
+
+    def turns(self, trial: Trial) -> None:
+        """Tries what both have but for its order before the first that the candidate has not."""
+        self._trial = trial
+        self._in_another_order({i for n in self._own.begun for i in self._own.flow.values[n].inputs})
 
     def _fits(self, number: int, spot: int, fit: Change) -> set[int]:
         """What the reference makes of its own before that value, and for it alone."""
@@ -150,12 +158,13 @@ class _Search:
         return self._own.before(spot, fit)
 
     def _in_another_order(self, before: set[int]) -> bool:
-        """Tries those right before it that both have but for their order, which the prints do not tell."""
-        earlier = (spot for spot in sorted(before) if spot < self.spot)
+        """Whether one before it fits that both have but for its order, which the prints do not tell."""
+        earlier = [spot for spot in self._own.in_order_of(before) if spot < self.spot]
         alike = [(number, spot) for spot in earlier for number in self._own.looks_like(spot)]
-        for number, spot in filter(self._pairs.are_apart, alike):
+        for number, spot in (pair for pair in alike if pair[0] in self._others.tensors):
             if fit := self._trial.fit(self._changes(number, spot, {spot: number})):
-                return self._in_another_order(self._fits(number, spot, fit))
+                self._in_another_order(self._fits(number, spot, fit))
+                return True
         return False
 
     def _in_turn(self, order: Sequence[tuple[int, int]], waits: float) -> Iterator[tuple[int, int]]:
@@ -178,16 +187,21 @@ class _Search:
                 yield change
 
     def _exchanged(self, number: int, spot: int, fit: Change) -> Exchanged:
-        """What was made may pass through others unchanged, or be taken out of what was made."""
-        own, made = self._own, self._own.written(self._own.original[spot])
-        values, whole = own.flow.values, own.written(own.taken_from(made))
+        """What was made may pass through others unchanged, or be taken out of what was made.
+
+        Of one that both have but for its order that is where it got its order.
+        """
+        own, others, values = self._own, self._others, self._own.flow.values
+        theirs = others.flow.values[number]
+        turned = same_numbers(values[spot].prints, theirs.prints)
+        made = own.written(spot if turned else own.original[spot])
+        whole = own.written(own.taken_from(made))
         lacked = (n for n in own.before(spot, fit) if n == spot or not own.has_whole(n))
         made_there = {n for n in lacked if values[n].made_by[0] and values[n].prints is not None}
         scopes = frozenset(values[n].scope for n in made_there | ({whole} - {made}))
         used = () if own.is_a_result(made) else own.users(made)
         users = frozenset(values[n].scope for n in used)
-        theirs, others = self._others.flow.values[number], self._others
         besides = own.shared[made] and not (others.shared[number] and not own.seen.find_whole(theirs.prints))
         made_once = len(others.seen.find_whole(theirs.prints)) == 1  # not once more, where it is kept
         besides = besides or (made_once and own.in_another_turn(made, theirs.prints))
-        return Exchanged(values[whole].scope, scopes, theirs.scope, besides, users)
+        return Exchanged(values[whole].scope, scopes, theirs.scope, besides and not turned, users)

@@ -110,6 +110,16 @@ class Kept:
         alike = [i for i in read if values[i].size == values[number].size]
         return alike if len(alike) == 1 else []
 
+    def in_order_of(self, numbers: Collection[int]) -> list[int]:
+        """These, and those whose order they have: of which one is made alone, or is joined."""
+
+        def made_of(number: int) -> list[int]:
+            read = ((i, self.flow.values[i]) for i in self.flow.values[number].inputs)
+            given = [i for i, v in read if v.prints is not None and v.fed and not v.given]
+            return given if len(given) == 1 or self._adds_up(number) else []
+
+        return sorted(reached(numbers, made_of) & self.tensors.keys())
+
     def read_shared(self, number: int) -> set[int]:
         """What a value is made of that both have."""
         return {i for i in self.flow.values[number].inputs if self.shared[i]}

@@ -49,10 +49,6 @@ class Pairs:
     def __contains__(self, pair: Pair) -> bool:
         return pair in self._places and bool(self._left[self._places[pair]])
 
-    def are_apart(self, pair: Pair) -> bool:
-        """Whether the one might stand for the other, left or not."""
-        return pair in self._places
-
     def leave_out(self, number: int, spot: int) -> None:
         """With all copies of the two."""
         self._left[self._copies[self._original(number, spot)]] = False

@@ -11,18 +11,19 @@ gives a fault of the backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from driftlab.arithmetic.constants import WITHIN, nudged
 from driftlab.arithmetic.passes import Recorded
+from driftlab.arithmetic.shadow import plain
 from driftlab.fold import Fold
 from driftlab.rounding import UNIT_ROUND_OFF
 from driftlab.tracing.cone import Cone
-from driftlab.tracing.flow import Flow
+from driftlab.tracing.flow import Flow, Value
 from driftlab.tracing.prints import AGREE, prints
 from driftlab.tracing.running import FORWARD, Again, flow_of
 from driftlab.tracing.shared_rows import BothRows, rows_of
@@ -92,10 +93,13 @@ def parting(
     if any(rows):
         flows = [record(look=partial(prints, rows=own)) for record, own in zip(records, rows, strict=True)]
     margins = [_margins(t, f, whole, arithmetic, pass_, seed) for t, f in zip(both, flows, strict=True)]
+    numbers = [partial(_numbers, *order) for order in (records, records[::-1])]
     for narrower in (1, 4, 16):  # what is known to be wrong may not be taken for the same
         mine, theirs = (
-            Cone(own, other, traced.ends, traced.right, [max(AGREE, w / narrower) for w in within])
-            for own, other, traced, within in zip(flows, reversed(flows), both, margins, strict=True)
+            Cone(own, other, traced.ends, traced.right, [max(AGREE, w / narrower) for w in within], of)
+            for own, other, traced, within, of in zip(
+                flows, reversed(flows), both, margins, numbers, strict=True
+            )
         )
         if mine.first:
             backward = pass_ not in FORWARD
@@ -106,6 +110,24 @@ def parting(
             scope, beside = mine.scope(backward and theirs.is_cut(mine)), theirs.scope_beside(mine)
             return Parted(scope, beside, rows, mine.gives_what_is_there)
     return None
+
+
+def _numbers(
+    record: Callable[..., Flow], other: Callable[..., Flow], own: Collection[int], others: Collection[int]
+) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+    """The tensors of some values of both forward passes."""
+    return _kept(record, own), _kept(other, others)
+
+
+def _kept(record: Callable[..., Flow], wanted: Collection[int]) -> dict[int, Tensor]:
+    kept: dict[int, Tensor] = {}
+
+    def keep(number: int, value: Value, tensor: Tensor) -> None:
+        if number in wanted:
+            kept[number] = plain(tensor).cpu().clone()
+
+    record(change=keep, printed=())
+    return kept
 
 
 def _margins(
