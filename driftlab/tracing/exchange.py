@@ -17,9 +17,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from driftlab.network.modules import common
 from driftlab.tracing.flow import reached
 from driftlab.tracing.handing import given_otherwise
 from driftlab.tracing.integers import integer_pairs
+from driftlab.tracing.joining import joined_otherwise
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.pairs import Pairs
 from driftlab.tracing.prints import same_numbers
@@ -71,8 +73,8 @@ def exchanged(
     own, others = Kept(mine, rows[0]), Kept(theirs, rows[1])
     if own.full or others.full:
         return None
-    own.compare(others.seen)
-    others.compare(own.seen)
+    own.compare(others)
+    others.compare(own)
     search = _Search(own, others, Trial(mine, own, agrees))
     while search.narrows():
         pass
@@ -81,12 +83,22 @@ def exchanged(
     if (index := _integers(own, others, Trial(mine, own, agrees), search.spot)) is not None:
         return index
     found, spot = search.found, search.spot
+    if found is None and (both := joined_otherwise(own, others, Trial(mine, own, agrees, BEFORE))):
+        return _joined(own, others, *both)
     several = found is not None and len(found.scopes) > 1
     if found is None or several or own.joins(int(spot)):
         trial = Trial(mine, own, agrees, BEFORE)
         if (other := given_otherwise(own, others, trial)) is not None:
             return _handed(own, others, *other)
     return None if several and own.is_a_result(int(spot)) else found
+
+
+def _joined(own: Kept, others: Kept, spots: tuple[int, ...], number: int, cut: bool) -> Exchanged:
+    """By who makes all of it; where a part of that is cut off, this is done besides, and there."""
+    made = [own.written(own.original[spot]) for spot in spots]
+    scope = common([own.flow.values[n].scope for n in made])
+    users = () if cut else {own.flow.values[user].scope for n in made for user in own.users(n)}
+    return Exchanged(scope, frozenset({scope}), others.flow.values[number].scope, cut, frozenset(users))
 
 
 def _handed(own: Kept, others: Kept, spot: int, number: int, module: str | None) -> Exchanged:

@@ -11,8 +11,8 @@ from torch import Tensor
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.shadow import plain
 from driftlab.blame import callers
-from driftlab.tracing.flow import Value, reached
-from driftlab.tracing.prints import Prints, Seen, prints, same_numbers
+from driftlab.tracing.flow import Flow, Value, reached
+from driftlab.tracing.prints import Prints, prints, same_numbers
 from driftlab.tracing.rows import Rows
 from driftlab.tracing.running import Again
 
@@ -65,10 +65,10 @@ class Kept:
         self._callers[number] = callers()
         self._made[value.scope, *value.made_by[1:], counts].append(number)
 
-    def compare(self, other: Seen) -> None:
+    def compare(self, other: Kept) -> None:
         """Which values the other network has, and where those begin that lead to the results without it."""
-        self._other, values = other, self.flow.values
-        self.shared = [v.prints is not None and other.has(v.prints) for v in values]
+        self._other, values = other.seen, self.flow.values
+        self.shared = [v.prints is not None and self._other.has(v.prints) for v in values]
         self.made_of: list[set[int]] = []
         self.depth: list[int] = []
         self.original: list[int] = []
@@ -83,15 +83,24 @@ class Kept:
             made = (i for i in read if values[i].made_by[0] or values[i].inputs)  # or it stands in the code
             copied = (i for i in made if same_numbers(value.prints, values[i].prints))
             self.original.append(self.original[i] if (i := next(copied, None)) is not None else number)
-            deeper = 1 + max((self.depth[i] for i in read), default=0)
+            counted = [i for i in read if values[i].prints is not None] or read  # a mask is not on the way
+            deeper = 1 + max((self.depth[i] for i in counted), default=0)
             self.depth.append(0 if self.shared[number] else deeper)
         cone = reached((n for n in self.flow.results.values() if not self.shared[n]), self.lacked)
         made = (n for n in sorted(cone) if values[n].made_by[0] and not values[n].weight)
         # of a result that is joined both may have the parts, though not there
         self.begun = [*filter(self.joins, self.flow.results.values()), *filter(self._is_made_of_both, made)]
         there = (i for n in cone for i in values[n].inputs if self.shared[i])
-        edge = reached(there, self._gives_its_order)  # which nobody sees in the prints
+        # what is done to a result besides, the other alone lacks
+        last = self._other_results(other.flow) if not cone else []
+        edge = reached([*there, *last], self._gives_its_order)  # which nobody sees in the prints
         self.offered = [n for n in sorted(cone | edge) if n in self.tensors and values[n].prints.telling]
+
+    def _other_results(self, other: Flow) -> list[int]:
+        """Its results that are others there."""
+        both = ((n, other.results.get(end)) for end, n in self.flow.results.items() if end != LOSS)
+        values, theirs = self.flow.values, other.values
+        return [n for n, m in both if m is not None and not same_numbers(values[n].prints, theirs[m].prints)]
 
     def lacked(self, number: int) -> list[int]:
         """What a value is made of that the other network has not."""
@@ -143,6 +152,14 @@ class Kept:
         later = [n for n in self._made_alike(number) if n >= number and n in self.leading]
         line = [n for n in later if self._callers[n][:1] == called_by[:1]]
         return [later, line, [n for n in line if self._callers[n] == called_by], [number]]
+
+    def made_in_turn(self) -> list[list[int]]:
+        """What one line of a module makes again and again with one operation, and may have mistaken."""
+        found: defaultdict[tuple, list[int]] = defaultdict(list)
+        for number in self.tensors:
+            value = self.flow.values[number]
+            found[value.scope, *value.made_by[1:], self._callers[number][:1]].append(number)
+        return [n for n in found.values() if len(n) > 1 and not self._offered.isdisjoint(n)]
 
     def in_another_turn(self, number: int, wanted: Prints) -> bool:
         """Whether what makes a value makes one that looks like ``wanted`` as well, in another turn."""

@@ -1,0 +1,116 @@
+"""One value of the one network for what the other makes in several calls, as of a prompt and what follows it.
+
+What a rewrite computes at once for all that the reference computes in turn (parts of a text, maps of several
+sizes, steps of a loop) has none of its values, and no value of its size: it has them joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from driftlab.arithmetic.difference import distance
+from driftlab.tracing.kept import Kept
+from driftlab.tracing.pairs import orders
+from driftlab.tracing.prints import AGREE
+from driftlab.tracing.trial import Trial
+
+# Values of the candidate's that are tried for what is joined, the nearest first.
+NEAREST = 3
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Values that one operation makes in several calls, or one value alone.
+
+    Attributes:
+        tensor: joined along the axis in which they differ, where they do in one; else one upon the other.
+        sizes: of each, along the first axis.
+    """
+
+    numbers: tuple[int, ...]
+    tensor: Tensor
+    axis: int
+
+    def parts(self, kept: Kept, values: Tensor) -> dict[int, Tensor]:
+        """Of other values that lie as these do."""
+        if len(self.numbers) == 1:
+            return {self.numbers[0]: values}
+        like = [kept.tensors[n] for n in self.numbers]
+        if self.axis < 0:
+            return dict(zip(self.numbers, values.unbind(0), strict=True))
+        flat = [_flat(t, values.dim()) for t in like]
+        parts = values.split([t.shape[self.axis] for t in flat], self.axis)
+        return {n: p.reshape(t.shape) for n, p, t in zip(self.numbers, parts, like, strict=True)}
+
+
+def joined_otherwise(own: Kept, others: Kept, trial: Trial) -> tuple[tuple[int, ...], int, bool] | None:
+    """The first of the reference's values that fit, the candidate's, and whether that is cut; else None.
+
+    It is where it is zero wherever it is not the reference's.
+    """
+    for mine, theirs in _pairs(own, others):
+        for values in _laid_out(mine.tensor, theirs.tensor):
+            if trial.gives_theirs(mine.parts(own, values)):
+                apart = (values - mine.tensor).abs() > AGREE * mine.tensor.abs().max()
+                return mine.numbers, theirs.numbers[-1], not bool(values[apart].any())
+    return None
+
+
+def _pairs(own: Kept, others: Kept) -> Iterator[tuple[Joined, Joined]]:
+    """Several of the one and one of the other, the reference's first ones first."""
+    alone = [[Joined((n,), k.tensors[n], -1) for n in k.offered if not k.shared[n]] for k in (own, others)]
+    several = [list(_joined(k)) for k in (own, others)]
+    both = [(m, alone[1]) for m in several[0]] + [(m, several[1]) for m in alone[0]]
+    before = own.flow.before_the_loss()
+    for mine, theirs in sorted(both, key=lambda b: (max(own.depth[n] for n in b[0].numbers), b[0].numbers)):
+        if mine.numbers[-1] in before:
+            alike = (t for t in theirs if t.tensor.numel() == mine.tensor.numel())
+            apart = sorted(
+                ((_apart(mine.tensor, t.tensor), t.numbers, t) for t in alike), key=itemgetter(0, 1)
+            )
+            yield from ((mine, one) for _, _, one in apart[:NEAREST])
+
+
+def _joined(kept: Kept) -> Iterator[Joined]:
+    """What each line of a module makes in several calls, of which the other network lacks one."""
+    for numbers in kept.made_in_turn():
+        if not all(kept.shared[n] for n in numbers):
+            tensors = [kept.tensors[n] for n in numbers]
+            if (found := _along_one_axis(tensors)) is not None:
+                yield Joined(tuple(numbers), *found)
+
+
+def _along_one_axis(tensors: Sequence[Tensor]) -> tuple[Tensor, int] | None:
+    """Joined, and the axis; -1 of a new one. Maps of several sizes along their places."""
+    if len({t.shape for t in tensors}) == 1:
+        return torch.stack(list(tensors)), -1
+    if len({t.dim() for t in tensors}) > 1:
+        return None
+    for dims in (tensors[0].dim(), tensors[0].dim() - 1):
+        flat = [_flat(t, dims) for t in tensors]
+        differ = [axis for axis in range(dims) if len({t.shape[axis] for t in flat}) > 1]
+        if len(differ) == 1:
+            return torch.cat(flat, differ[0]), differ[0]
+    return None
+
+
+def _flat(tensor: Tensor, dims: int) -> Tensor:
+    """With its last two axes as one, where it has one more than that."""
+    return tensor.flatten(-2) if tensor.dim() > max(dims, 1) else tensor
+
+
+def _laid_out(like: Tensor, values: Tensor) -> Iterator[Tensor]:
+    """In each way that differs from what is there, the nearest first."""
+    shaped = [values.permute(order).reshape(like.shape) for order in orders(like, values)]
+    nearest = sorted(shaped, key=lambda one: distance(like, one))
+    if distance(like, nearest[0]) > AGREE * float(torch.linalg.vector_norm(like)):
+        yield nearest[0]
+
+
+def _apart(like: Tensor, values: Tensor) -> float:
+    return min(distance(like, values.permute(order).reshape(like.shape)) for order in orders(like, values))
