@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,7 +15,9 @@ from driftlab.blame import unless_ours
 from driftlab.mistakes.accused import Accused, are_theirs
 from driftlab.mistakes.fitting import fitting
 from driftlab.mistakes.mutant import Mutant
+from driftlab.mistakes.mutations import ANOTHER_VALUE
 from driftlab.mistakes.stopped import Stop, stopped
+from driftlab.network.modules import lies_in
 from driftlab.network.pair import Pair
 from driftlab.probes.examination import Examination
 from driftlab.tracing.exchange import Exchanged, exchanged
@@ -73,8 +76,15 @@ def counterfactual(found: Examination, difference: Difference, place: str) -> Mu
             agreed = (place, value.scope) if value else (place,)
             there = next((m for module in agreed for m in fit if m.scope == module), None)
             if there or value is None or len({m.scope for m in fit}) == 1:
-                return there or fit[0]  # else a choice is another, which a change of any one of them would do
+                # else a choice is another, which a change of any one of them would do
+                return _no_further_out(there or fit[0], place, value)
     return value
+
+
+def _no_further_out(mutant: Mutant, place: str, value: Exchanged | None) -> Mutant:
+    """By who sees both: of a value that is handed through nothing tells who mistook another for it."""
+    inside = value is not None and lies_in(value.scope, place) and lies_in(place, mutant.scope)
+    return replace(mutant, scope=place) if inside and mutant.kind is ANOTHER_VALUE else mutant
 
 
 def _cases(found: Examination, difference: Difference) -> list[Accused]:

@@ -24,6 +24,7 @@ class Cone:
     Attributes:
         first: those that are made of values that are there. Where they begin in several of the network's own
             parts, as in two towers, or in several modules of one list, those of the one that comes first.
+        fed: modules whose weights the other applies to something else.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Cone:
         self._values, self._uses, self._own = own.values, own.uses(), own
         self._there = Beside(own, other, within, numbers)
         self._ends = set(own.results.values())
-        self._right = right
+        self._right, self.fed = right, set[str]()
         self._any_known = any(map(right, {value.scope for value in self._values} - {""}))
         self._before_the_loss = own.before_the_loss()
         self._absent = self._led([own.results[end] for end in ends if end in own.results])
@@ -158,6 +159,7 @@ class Cone:
             return common([scope, self._values[turned].scope])
         own = bool(scope) and scope == self._values[number].scope
         if own and (others := self._there.applied_to(number)) is not None:
+            self.fed.add(scope)
             scope = self._who_sees(scope, others)
         while scope and self._right(scope):
             scope = common([scope.rpartition(".")[0], *self._came_from(number, scope)])

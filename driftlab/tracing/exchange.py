@@ -21,7 +21,7 @@ from driftlab.network.modules import common
 from driftlab.tracing.flow import reached
 from driftlab.tracing.handing import given_otherwise
 from driftlab.tracing.integers import integer_pairs
-from driftlab.tracing.joining import joined_otherwise
+from driftlab.tracing.joining import Otherwise, joined_otherwise
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.pairs import Pairs
 from driftlab.tracing.prints import same_numbers
@@ -83,9 +83,11 @@ def exchanged(
     if (index := _integers(own, others, Trial(mine, own, agrees), search.spot)) is not None:
         return index
     found, spot = search.found, search.spot
-    if found is None and (both := joined_otherwise(own, others, Trial(mine, own, agrees, BEFORE))):
-        return _joined(own, others, *both)
     several = found is not None and len(found.scopes) > 1
+    if found is None or several:
+        both = joined_otherwise(own, others, Trial(mine, own, agrees, BEFORE))
+        if both is not None and both.spots[0] < spot:
+            return _joined(own, others, both)
     if found is None or several or own.joins(int(spot)):
         trial = Trial(mine, own, agrees, BEFORE)
         if (other := given_otherwise(own, others, trial)) is not None:
@@ -93,12 +95,13 @@ def exchanged(
     return None if several and own.is_a_result(int(spot)) else found
 
 
-def _joined(own: Kept, others: Kept, spots: tuple[int, ...], number: int, cut: bool) -> Exchanged:
+def _joined(own: Kept, others: Kept, both: Otherwise) -> Exchanged:
     """By who makes all of it; where a part of that is cut off, this is done besides, and there."""
-    made = [own.written(own.original[spot]) for spot in spots]
+    made = [own.written(own.original[spot]) for spot in both.spots]
     scope = common([own.flow.values[n].scope for n in made])
-    users = () if cut else {own.flow.values[user].scope for n in made for user in own.users(n)}
-    return Exchanged(scope, frozenset({scope}), others.flow.values[number].scope, cut, frozenset(users))
+    users = () if both.cut else {own.flow.values[user].scope for n in made for user in own.users(n)}
+    theirs = others.flow.values[both.number].scope
+    return Exchanged(scope, frozenset({scope}), theirs, both.cut, frozenset(users))
 
 
 def _handed(own: Kept, others: Kept, spot: int, number: int, module: str | None) -> Exchanged:

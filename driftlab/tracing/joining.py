@@ -48,16 +48,26 @@ class Joined:
         return {n: p.reshape(t.shape) for n, p, t in zip(self.numbers, parts, like, strict=True)}
 
 
-def joined_otherwise(own: Kept, others: Kept, trial: Trial) -> tuple[tuple[int, ...], int, bool] | None:
-    """The first of the reference's values that fit, the candidate's, and whether that is cut; else None.
-
-    It is where it is zero wherever it is not the reference's.
+@dataclass(frozen=True)
+class Otherwise:
+    """Attributes:
+    spots: the reference's values.
+    number: the candidate's, the last of several.
+    cut: whether that is zero wherever it is not the reference's.
     """
+
+    spots: tuple[int, ...]
+    number: int
+    cut: bool
+
+
+def joined_otherwise(own: Kept, others: Kept, trial: Trial) -> Otherwise | None:
+    """The first of the reference's values for which the candidate's make its results; None where none do."""
     for mine, theirs in _pairs(own, others):
         for values in _laid_out(mine.tensor, theirs.tensor):
             if trial.gives_theirs(mine.parts(own, values)):
                 apart = (values - mine.tensor).abs() > AGREE * mine.tensor.abs().max()
-                return mine.numbers, theirs.numbers[-1], not bool(values[apart].any())
+                return Otherwise(mine.numbers, theirs.numbers[-1], not bool(values[apart].any()))
     return None
 
 

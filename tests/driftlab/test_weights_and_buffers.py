@@ -1,0 +1,85 @@
+"""A buffer of the reference's that the candidate trains, and a rounding that only one of them does."""
+
+import pytest
+import torch
+from torch import nn
+
+from driftlab import Verdict, diagnose
+
+torch.set_num_threads(1)
+WIDTH = 6
+SAME = (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
+
+
+def batches():
+    torch.manual_seed(1)
+    return [(torch.randn(4, 3), torch.randint(3, (4,))) for _ in range(2)]
+
+
+class Leaning(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 3)
+        self.register_buffer("lean", torch.randn(3))
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.inner(x))) + self.lean
+
+
+class Trained(nn.Module):
+    """The lean is a weight, to which a gradient comes unless it is ``detached``."""
+
+    def __init__(self, old, detached):
+        super().__init__()
+        self.inner, self.head, self.detached = old.inner, old.head, detached
+        self.leaning = nn.Parameter(old.lean.clone())
+
+    def forward(self, x):
+        lean = self.leaning.detach() if self.detached else self.leaning
+        return lean + self.head(torch.tanh(self.inner(x)))
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_buffer_that_is_trained_is_a_bug_where_a_gradient_comes_to_it(detached):
+    found = diagnose(Leaning(), lambda old: Trained(old, detached), batches(), steps=3)
+    said = next(e for e in found.evidence if e.probe == "same_start")
+    assert "lean is a buffer in the reference, and leaning a parameter in the candidate" in said.reading
+    if detached:
+        assert found.verdict in SAME
+        return
+    assert (found.verdict, found.where.pass_) == (Verdict.BUG, "weight gradient")
+
+
+class Gridded(nn.Module):
+    """Boxes around whole numbers, as of anchors."""
+
+    def __init__(self, rounds=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.rounds = nn.Linear(3, WIDTH), rounds
+
+    def forward(self, x):
+        sides = torch.tensor([5.0, 7.0, 11.0]).to(x) / torch.tensor([2.0, 3.0]).to(x).sqrt()[:, None]
+        sides = sides.round() if self.rounds else sides
+        return torch.tanh(self.inner(x)).unflatten(1, (2, 3)) + sides
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "verdicts"),
+    [
+        (True, True, SAME),
+        (True, False, (Verdict.BUG,)),
+        (False, True, (Verdict.REDUCED_PRECISION,)),  # as of weights that are quantised
+    ],
+)
+def test_a_rounding_to_a_grid_is_the_references_function_and_else_precision(mine, theirs, verdicts):
+    def loss(outputs, target):
+        return nn.functional.cross_entropy(outputs.sum(1), target)
+
+    def rewrite(old):
+        made = Gridded(theirs)
+        made.load_state_dict(old.state_dict())
+        return made
+
+    assert diagnose(Gridded(mine), rewrite, batches(), loss=loss, steps=3).verdict in verdicts
