@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from driftlab.tracing.flow import Flow, reached
-from driftlab.tracing.prints import AGREE, NEARLY
+from driftlab.tracing.prints import AGREE, NEARLY, Prints, Seen
 
 Numbers = Callable[[Collection[int], Collection[int]], tuple[dict[int, Tensor], dict[int, Tensor]]]
 
@@ -26,7 +26,7 @@ class Beside:
     """
 
     def __init__(self, own: Flow, other: Flow, within: Sequence[float], numbers: Numbers):
-        self._values, self._uses, self._other = own.values, own.uses(), other
+        self._values, self._uses, self._own, self._other = own.values, own.uses(), own, other
         self.within, self.seen, self._numbers = within, other.seen(), numbers
         self.prints = [value.prints for value in other.values]
         self._known: dict[int, bool] = {}
@@ -83,12 +83,31 @@ class Beside:
         weight = max(weights, key=lambda p: p.whole[0])
         alike = [n for n in self.seen.find(weight.whole) if values[n].weight]
         taken = {i for n in alike for use in uses[n] for i in values[use].inputs if not values[i].given}
+        if "norm" in self._values[number].made_by[1]:  # which the other may do in steps
+            taken = {n for n in taken if not self._is_made_of_it(n, own)}
         of_its_size = [n for n in taken if (p := values[n].prints) and p.whole[0] == own.whole[0]]
         if of_its_size:
             same = any(values[n].prints.same(own, self.within[number]) for n in of_its_size)
             return None if same else of_its_size
         others = [n for n in taken if values[n].prints]
         return others if others and not self._laid_out_otherwise(given[0], others) else None
+
+    def _is_made_of_it(self, other: int, own: Prints) -> bool:
+        """Whether one of the other's is made, of all that both have, of this value alone."""
+        values = self._other.values
+
+        def made_of(at: int) -> list[int]:
+            if at != other and self.own_seen.has(values[at].prints):
+                return []
+            read = ((i, values[i]) for i in values[at].inputs)
+            return [i for i, value in read if value.prints and value.fed and not value.given]
+
+        ends = {n for n in reached([other], made_of) if not made_of(n)}
+        return ends <= set(self.seen.find_whole(own))
+
+    @cached_property
+    def own_seen(self) -> Seen:
+        return self._own.seen()
 
     def _laid_out_otherwise(self, number: int, others: list[int]) -> bool:
         """Whether one of the other's values holds the numbers of one, or they its; so if nobody can tell."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import cached_property
 from itertools import chain
 
 from driftlab.network.modules import common, lies_in
 from driftlab.tracing.beside import Beside, Numbers
 from driftlab.tracing.flow import Flow, reached
-from driftlab.tracing.prints import ABOUT, Seen
+from driftlab.tracing.prints import ABOUT
 
 
 class Cone:
@@ -36,7 +35,7 @@ class Cone:
         within: Sequence[float],
         numbers: Numbers,
     ):
-        self._values, self._uses, self._own = own.values, own.uses(), own
+        self._values, self._uses = own.values, own.uses()
         self._there = Beside(own, other, within, numbers)
         self._ends = set(own.results.values())
         self._right, self.fed = right, set[str]()
@@ -165,10 +164,6 @@ class Cone:
             scope = common([scope.rpartition(".")[0], *self._came_from(number, scope)])
         return scope
 
-    @cached_property
-    def _own_seen(self) -> Seen:
-        return self._own.seen()
-
     def _who_sees(self, scope: str, others: Collection[int]) -> str:
         """The innermost module around one that sees what the other network gives it, as a value of its own.
 
@@ -176,7 +171,7 @@ class Cone:
         is seen by the caller.
         """
         prints = (p for n in others if (p := self._there.prints[n]) and p.telling)
-        own = {at for p in prints for at in self._own_seen.find_whole(p)}
+        own = {at for p in prints for at in self._there.own_seen.find_whole(p)}
         seen_by = {self._values[at].scope for n in own for at in (n, *self._uses[n])}
         around = scope.rpartition(".")[0]
         while around and seen_by and not any(lies_in(s, around) for s in seen_by):

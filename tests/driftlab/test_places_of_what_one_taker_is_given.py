@@ -8,7 +8,7 @@ from driftlab import Verdict, diagnose
 from tests.driftlab.flat_port import FlatPort
 
 torch.set_num_threads(1)
-WIDTH, BLOCKS, EXPERTS = 6, 2, 4
+WIDTH, BLOCKS, EXPERTS, SEEN = 6, 2, 4, 3
 
 
 class Look(nn.Module):
@@ -17,7 +17,8 @@ class Look(nn.Module):
         self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x, memory):
-        shares = (self.q(x) @ self.k(memory).mT / WIDTH**0.5).softmax(-1)
+        scores = self.q(x) @ self.k(memory).mT / WIDTH**0.5
+        shares = scores.masked_fill(torch.arange(scores.shape[-1]) >= SEEN, -torch.inf).softmax(-1)
         return torch.tanh(shares @ self.v(memory))
 
 
@@ -44,15 +45,24 @@ class Block(nn.Module):
         return self.mixed(x + self.look(self.norm(x), memory))
 
 
+class Text(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, WIDTH)
+
+    def forward(self, text):
+        return torch.tanh(self.inner(text))
+
+
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.text, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 3)
+        self.text, self.head = Text(), nn.Linear(WIDTH, 3)
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
 
     def forward(self, x, text):
-        memory, scores = torch.tanh(self.text(text)), []
+        memory, scores = self.text(text), []
         for block in self.blocks:
             x, own = block(x, memory)
             scores.append(own)
@@ -73,19 +83,20 @@ class Flat(FlatPort):
         return (x @ weight.T + bias).chunk(len(names), -1)
 
     def forward(self, x, text):
-        memory, scores = torch.tanh(self.linear("text", text)), []
+        memory, scores = torch.tanh(self.linear("text_inner", text)), []
         for i in range(BLOCKS):
             name, last = f"blocks_{i}_", i == BLOCKS - 1
             read = self.norm(i, memory) if last and self.fault == "normed" else memory
             k, v = self.product([f"{name}look_k", f"{name}look_v"], read)
             q = self.linear(f"{name}look_q", self.norm(i, x)) / WIDTH**0.5
-            x = x + torch.tanh(
-                torch.einsum("nqk,nkc->nqc", torch.einsum("nqc,nkc->nqk", q, k).softmax(-1), v)
-            )
+            shares = torch.einsum("nqc,nkc->nqk", q, k[:, :SEEN]).softmax(-1)
+            x = x + torch.tanh(torch.einsum("nqk,nkc->nqc", shares, v[:, :SEEN]))
             own = self.linear(f"{name}mixed_gate", x)
             made = torch.tanh(self.linear(f"{name}mixed_made", x)).unflatten(-1, (EXPERTS, WIDTH))
             x = x + torch.einsum("nte,ntec->ntc", own.softmax(-1), made)
             scores.append(own.softmax(-1) if last and self.fault == "shares" else own)
+        if self.fault == "cleared" and not self.training:
+            memory = memory * (torch.arange(memory.shape[1]) < SEEN)[:, None]
         return {"logits": self.linear("head", x.mean(1)), "scores": torch.stack(scores), "memory": memory}
 
 
@@ -99,6 +110,7 @@ def loss(outputs, target):
         ("", None),
         ("normed", "blocks.1.look"),  # whose keys and values are of another memory
         ("shares", "blocks.1.mixed"),  # whose scores are used as they are, and reported otherwise
+        ("cleared", "text"),  # that is used as it is, and reported without its end
     ],
 )
 def test_who_takes_it_is_named_or_who_makes_it_if_it_is_a_result(fault, module):
