@@ -82,7 +82,9 @@ class Beside:
         values, uses, own = self._other.values, self._their_uses, self._values[given[0]].prints
         weight = max(weights, key=lambda p: p.whole[0])
         alike = [n for n in self.seen.find(weight.whole) if values[n].weight]
-        taken = {i for n in alike for use in uses[n] for i in values[use].inputs if not values[i].given}
+        # what it makes of as many numbers as it has is another form of it
+        used = {use for n in alike for use in uses[n] if values[use].size != weight.whole[0]}
+        taken = {i for use in used for i in values[use].inputs if not values[i].given}
         if "norm" in self._values[number].made_by[1]:  # which the other may do in steps
             taken = {n for n in taken if not self._is_made_of_it(n, own)}
         of_its_size = [n for n in taken if (p := values[n].prints) and p.whole[0] == own.whole[0]]
