@@ -38,9 +38,9 @@ class Rate:
 
     def __str__(self) -> str:
         if not self.n:
-            return f"{self.count} of {self.n}"
+            return f"{self.count:,} of {self.n:,}"
         share, low, high = (100 * share for share in (self.count / self.n, *self.interval))
-        return f"{self.count} of {self.n} ({share:.1f} %; {low:.1f} to {high:.1f})"
+        return f"{self.count:,} of {self.n:,} ({share:.1f} %; {low:.1f} to {high:.1f})"
 
 
 def rates_csv(rates: Iterable[Rate]) -> str:
