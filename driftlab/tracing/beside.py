@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 from driftlab.tracing.flow import Flow, reached
 from driftlab.tracing.prints import AGREE, NEARLY, Prints, Seen
 
-Numbers = Callable[[Collection[int], Collection[int]], tuple[dict[int, Tensor], dict[int, Tensor]]]
+# The tensors of each network's values by their numbers, those of which they can be had.
+Tensors = Sequence[Callable[[], dict[int, Tensor]]]
 
 # So many numbers of a value lie in another that holds it but for its border, as a padded one does.
 MOST = 0.9
@@ -22,14 +23,15 @@ class Beside:
     Args:
         own, other: the flows of the two networks.
         within: how far from the prints of each value of ``own`` those of the same value may be, relative.
-        numbers: gives the tensors of some values of both by their numbers, those of which they can be had.
+        tensors: of both, the own ones first.
     """
 
-    def __init__(self, own: Flow, other: Flow, within: Sequence[float], numbers: Numbers):
+    def __init__(self, own: Flow, other: Flow, within: Sequence[float], tensors: Tensors):
         self._values, self._uses, self._own, self._other = own.values, own.uses(), own, other
-        self.within, self.seen, self._numbers = within, other.seen(), numbers
+        self.within, self.seen, self._tensors = within, other.seen(), tensors
         self.prints = [value.prints for value in other.values]
         self._known: dict[int, bool] = {}
+        self._applied: dict[int, list[int] | None] = {}
 
     def has(self, number: int) -> bool:
         """Whether the other has it; what holds no numbers is as what it is made of, constants are had."""
@@ -65,26 +67,23 @@ class Beside:
         prints = (self._values[n].prints for n in border)
         return any(p is not None and p.telling for p in prints)
 
-    @cached_property
-    def _their_uses(self) -> list[list[int]]:
-        return self._other.uses()
-
     def applied_to(self, number: int) -> list[int] | None:
         """What else the other applies the weight of a value to; None where it does not.
 
         Something of its size, or else neither holds the numbers of the other: nothing was laid out otherwise.
         """
+        if number not in self._applied:
+            self._applied[number] = self._applied_to(number)
+        return self._applied[number]
+
+    def _applied_to(self, number: int) -> list[int] | None:
         mine = [(i, self._values[i]) for i in self._values[number].inputs]
         weights = [v.prints for _, v in mine if v.weight and v.prints and v.prints.telling]
         given = [i for i, v in mine if not v.given and v.prints]
         if len(given) != 1 or not weights:
             return None
-        values, uses, own = self._other.values, self._their_uses, self._values[given[0]].prints
-        weight = max(weights, key=lambda p: p.whole[0])
-        alike = [n for n in self.seen.find(weight.whole) if values[n].weight]
-        # what it makes of as many numbers as it has is another form of it
-        used = {use for n in alike for use in uses[n] if values[use].size != weight.whole[0]}
-        taken = {i for use in used for i in values[use].inputs if not values[i].given}
+        values, own = self._other.values, self._values[given[0]].prints
+        taken = self._taken_with(max(weights, key=lambda p: p.whole[0]))
         if "norm" in self._values[number].made_by[1]:  # which the other may do in steps
             taken = {n for n in taken if not self._is_made_of_it(n, own)}
         of_its_size = [n for n in taken if (p := values[n].prints) and p.whole[0] == own.whole[0]]
@@ -93,6 +92,14 @@ class Beside:
             return None if same else of_its_size
         others = [n for n in taken if values[n].prints]
         return others if others and not self._laid_out_otherwise(given[0], others) else None
+
+    def _taken_with(self, weight: Prints) -> set[int]:
+        """What the other's operations take beside a weight."""
+        values, uses = self._other.values, self._other.uses()
+        alike = [n for n in self.seen.find(weight.whole) if values[n].weight]
+        # what one makes of as many numbers as it has is another form of it
+        used = {use for n in alike for use in uses[n] if values[use].size != weight.whole[0]}
+        return {i for use in used for i in values[use].inputs if not values[i].given}
 
     def _is_made_of_it(self, other: int, own: Prints) -> bool:
         """Whether one of the other's is made, of all that both have, of this value alone."""
@@ -113,11 +120,11 @@ class Beside:
 
     def _laid_out_otherwise(self, number: int, others: list[int]) -> bool:
         """Whether one of the other's values holds the numbers of one, or they its; so if nobody can tell."""
-        own, theirs = self._numbers([number], others)
+        own, theirs = (tensors() for tensors in self._tensors)
         if number not in own or not theirs.keys() >= set(others):
             return True
-        value, all_others = own[number], torch.cat([t.flatten() for t in theirs.values()])
-        return _holds(all_others, value) or any(_holds(value, t) for t in theirs.values())
+        value, taken = own[number], [theirs[n].flatten() for n in others]
+        return _holds(torch.cat(taken), value) or any(_holds(value, t) for t in taken)
 
     def in_another_order(self, number: int) -> int | None:
         """The first of the values that one is made of that is there in another order alone."""

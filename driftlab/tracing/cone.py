@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 
 from driftlab.network.modules import common, lies_in
-from driftlab.tracing.beside import Beside, Numbers
+from driftlab.tracing.beside import Beside, Tensors
 from driftlab.tracing.flow import Flow, reached
 from driftlab.tracing.prints import ABOUT
 
@@ -33,10 +33,10 @@ class Cone:
         ends: Iterable[str],
         right: Callable[[str], bool],
         within: Sequence[float],
-        numbers: Numbers,
+        tensors: Tensors,
     ):
         self._values, self._uses = own.values, own.uses()
-        self._there = Beside(own, other, within, numbers)
+        self._there = Beside(own, other, within, tensors)
         self._ends = set(own.results.values())
         self._right, self.fed = right, set[str]()
         self._any_known = any(map(right, {value.scope for value in self._values} - {""}))

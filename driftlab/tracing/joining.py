@@ -28,8 +28,8 @@ class Joined:
     """Values that one operation makes in several calls, or one value alone.
 
     Attributes:
-        tensor: joined along the axis in which they differ, where they do in one; else one upon the other.
-        sizes: of each, along the first axis.
+        tensor: all of them, joined.
+        axis: along which, that in which their sizes differ; -1 where these are equal, of a new first one.
     """
 
     numbers: tuple[int, ...]
@@ -64,10 +64,11 @@ class Otherwise:
 def joined_otherwise(own: Kept, others: Kept, trial: Trial) -> Otherwise | None:
     """The first of the reference's values for which the candidate's make its results; None where none do."""
     for mine, theirs in _pairs(own, others):
-        for values in _laid_out(mine.tensor, theirs.tensor):
-            if trial.gives_theirs(mine.parts(own, values)):
-                apart = (values - mine.tensor).abs() > AGREE * mine.tensor.abs().max()
-                return Otherwise(mine.numbers, theirs.numbers[-1], not bool(values[apart].any()))
+        values = _nearest(mine.tensor, theirs.tensor)
+        size = float(torch.linalg.vector_norm(mine.tensor))
+        if distance(mine.tensor, values) > AGREE * size and trial.gives_theirs(mine.parts(own, values)):
+            apart = (values - mine.tensor).abs() > AGREE * mine.tensor.abs().max()
+            return Otherwise(mine.numbers, theirs.numbers[-1], not bool(values[apart].any()))
     return None
 
 
@@ -80,10 +81,8 @@ def _pairs(own: Kept, others: Kept) -> Iterator[tuple[Joined, Joined]]:
     for mine, theirs in sorted(both, key=lambda b: (max(own.depth[n] for n in b[0].numbers), b[0].numbers)):
         if mine.numbers[-1] in before:
             alike = (t for t in theirs if t.tensor.numel() == mine.tensor.numel())
-            apart = sorted(
-                ((_apart(mine.tensor, t.tensor), t.numbers, t) for t in alike), key=itemgetter(0, 1)
-            )
-            yield from ((mine, one) for _, _, one in apart[:NEAREST])
+            far = [(distance(mine.tensor, _nearest(mine.tensor, t.tensor)), t.numbers, t) for t in alike]
+            yield from ((mine, one) for _, _, one in sorted(far, key=itemgetter(0, 1))[:NEAREST])
 
 
 def _joined(kept: Kept) -> Iterator[Joined]:
@@ -114,13 +113,7 @@ def _flat(tensor: Tensor, dims: int) -> Tensor:
     return tensor.flatten(-2) if tensor.dim() > max(dims, 1) else tensor
 
 
-def _laid_out(like: Tensor, values: Tensor) -> Iterator[Tensor]:
-    """In each way that differs from what is there, the nearest first."""
-    shaped = [values.permute(order).reshape(like.shape) for order in orders(like, values)]
-    nearest = sorted(shaped, key=lambda one: distance(like, one))
-    if distance(like, nearest[0]) > AGREE * float(torch.linalg.vector_norm(like)):
-        yield nearest[0]
-
-
-def _apart(like: Tensor, values: Tensor) -> float:
-    return min(distance(like, values.permute(order).reshape(like.shape)) for order in orders(like, values))
+def _nearest(like: Tensor, values: Tensor) -> Tensor:
+    """With its axes in the order that brings it nearest."""
+    shaped = (values.permute(order).reshape(like.shape) for order in orders(like, values))
+    return min(shaped, key=lambda one: distance(like, one))

@@ -11,9 +11,9 @@ gives a fault of the backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 from torch import Tensor, nn
 
@@ -24,6 +24,7 @@ from driftlab.fold import Fold
 from driftlab.rounding import UNIT_ROUND_OFF
 from driftlab.tracing.cone import Cone
 from driftlab.tracing.flow import Flow, Value
+from driftlab.tracing.kept import LARGEST
 from driftlab.tracing.prints import AGREE, prints
 from driftlab.tracing.running import FORWARD, Again, flow_of
 from driftlab.tracing.shared_rows import BothRows, rows_of
@@ -95,12 +96,12 @@ def parting(
     if any(rows):
         flows = [record(look=partial(prints, rows=own)) for record, own in zip(records, rows, strict=True)]
     margins = [_margins(t, f, whole, arithmetic, pass_, seed) for t, f in zip(both, flows, strict=True)]
-    numbers = [partial(_numbers, *order) for order in (records, records[::-1])]
+    kept = [cache(partial(_kept, record)) for record in records]
     for narrower in (1, 4, 16):  # what is known to be wrong may not be taken for the same
         mine, theirs = (
             Cone(own, other, traced.ends, traced.right, [max(AGREE, w / narrower) for w in within], of)
             for own, other, traced, within, of in zip(
-                flows, reversed(flows), both, margins, numbers, strict=True
+                flows, reversed(flows), both, margins, (kept, kept[::-1]), strict=True
             )
         )
         if mine.first:
@@ -114,18 +115,15 @@ def parting(
     return None
 
 
-def _numbers(
-    record: Callable[..., Flow], other: Callable[..., Flow], own: Collection[int], others: Collection[int]
-) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """The tensors of some values of both forward passes."""
-    return _kept(record, own), _kept(other, others)
-
-
-def _kept(record: Callable[..., Flow], wanted: Collection[int]) -> dict[int, Tensor]:
+def _kept(record: Callable[..., Flow]) -> dict[int, Tensor]:
+    """The tensors of a forward pass by their numbers, those that are not too large together."""
     kept: dict[int, Tensor] = {}
+    left = LARGEST
 
     def keep(number: int, value: Value, tensor: Tensor) -> None:
-        if number in wanted:
+        nonlocal left
+        left -= tensor.numel()
+        if left >= 0 and tensor.is_floating_point():
             kept[number] = plain(tensor).cpu().clone()
 
     record(change=keep, printed=())
