@@ -30,7 +30,6 @@ class Examination:
         narrow_constants: whether one of the two stores constants in float32, so that its float64 is none.
         compiled: the roles of the networks in which ``torch.compile`` has a part.
         rows: of the values of each, those that the other has, once they were found to differ in that.
-        fed: the reference's modules that the candidate gives something else, as far as that was found.
     """
 
     pair: Pair
@@ -41,7 +40,6 @@ class Examination:
     trains: bool = True
     compiled: list[str] = field(default_factory=list)
     rows: BothRows = (None, None)
-    fed: frozenset[str] = frozenset()
 
     @cached_property
     def whole(self) -> Recorded:

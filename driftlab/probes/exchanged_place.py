@@ -20,7 +20,7 @@ def where_a_value_would(pair: Pair, place: Place, value: Exchanged, right: Calla
 
     Args:
         place: where the flow of values parts.
-        right: whether a module is right by itself, or given something else. That is its caller's affair.
+        right: whether a module is right by itself, by its name. Who calls it has given it something else.
     """
     if value.besides:
         return _where_more_is_done(pair, place, value)

@@ -86,7 +86,7 @@ def _or_where_a_call_would(
     if would is None:
         return place, difference, ""
     if isinstance(would, Exchanged):
-        at = where_a_value_would(found.pair, place, would, lambda m: m in found.fed or found.local.right(m))
+        at = where_a_value_would(found.pair, place, would, found.local.right)
         return replace(at, told_by=ToldBy.VALUE), difference, ""
     where = f" in `{would.scope}`" if would.scope else ""
     change = replace(place, told_by=ToldBy.CHANGE)  # both names as they were told, if it is that module
@@ -222,8 +222,7 @@ def _parted(found: Examination, pass_: str, wrong: list[Difference]) -> Parted |
     constants = own_constants(pair, "candidate")
     candidate = Traced(pair.candidate, theirs, lambda n: n in own and local.right(own[n]), constants)
     parted = _followed(found, reference, candidate, arithmetic, pass_)
-    if parted:
-        found.rows, found.fed = parted.rows, parted.fed
+    found.rows = parted.rows if parted else found.rows
     return parted
 
 

@@ -31,7 +31,7 @@ class Beside:
         self.within, self.seen, self._tensors = within, other.seen(), tensors
         self.prints = [value.prints for value in other.values]
         self._known: dict[int, bool] = {}
-        self._applied: dict[int, list[int] | None] = {}
+        self._applied: dict[int, bool] = {}
 
     def has(self, number: int) -> bool:
         """Whether the other has it; what holds no numbers is as what it is made of, constants are had."""
@@ -67,21 +67,21 @@ class Beside:
         prints = (self._values[n].prints for n in border)
         return any(p is not None and p.telling for p in prints)
 
-    def applied_to(self, number: int) -> list[int] | None:
-        """What else the other applies the weight of a value to; None where it does not.
+    def applied_otherwise(self, number: int) -> bool:
+        """Whether the other applies the weight of a value to something else than this network does.
 
-        Something of its size, or else neither holds the numbers of the other: nothing was laid out otherwise.
+        Something of its size; of a module that is called again, something that holds none of its numbers.
         """
         if number not in self._applied:
             self._applied[number] = self._applied_to(number)
         return self._applied[number]
 
-    def _applied_to(self, number: int) -> list[int] | None:
+    def _applied_to(self, number: int) -> bool:
         mine = [(i, self._values[i]) for i in self._values[number].inputs]
         weights = [v.prints for _, v in mine if v.weight and v.prints and v.prints.telling]
         given = [i for i, v in mine if not v.given and v.prints]
         if len(given) != 1 or not weights:
-            return None
+            return False
         values, own = self._other.values, self._values[given[0]].prints
         taken = self._taken_with(max(weights, key=lambda p: p.whole[0]))
         if "norm" in self._values[number].made_by[1]:  # which the other may do in steps
@@ -89,9 +89,17 @@ class Beside:
         of_its_size = [n for n in taken if (p := values[n].prints) and p.whole[0] == own.whole[0]]
         if of_its_size:
             same = any(values[n].prints.same(own, self.within[number]) for n in of_its_size)
-            return None if same else of_its_size
+            return not same
         others = [n for n in taken if values[n].prints]
-        return others if others and not self._laid_out_otherwise(given[0], others) else None
+        # of one that is called once nobody could tell that from what is computed in other steps
+        again = any(self._is_used_again(i) for i, v in mine if v.weight)
+        return again and bool(others) and not self._laid_out_otherwise(given[0], others)
+
+    def _is_used_again(self, number: int) -> bool:
+        """Whether a weight, or what this is a form of, is taken several times."""
+        while self._values[number].inputs:
+            number = self._values[number].inputs[0]
+        return len(self._uses[number]) > 1
 
     def _taken_with(self, weight: Prints) -> set[int]:
         """What the other's operations take beside a weight."""
@@ -106,7 +114,7 @@ class Beside:
         values = self._other.values
 
         def made_of(at: int) -> list[int]:
-            if at != other and self.own_seen.has(values[at].prints):
+            if at != other and self._own_seen.has(values[at].prints):
                 return []
             read = ((i, values[i]) for i in values[at].inputs)
             return [i for i, value in read if value.prints and value.fed and not value.given]
@@ -115,7 +123,7 @@ class Beside:
         return ends <= set(self.seen.find_whole(own))
 
     @cached_property
-    def own_seen(self) -> Seen:
+    def _own_seen(self) -> Seen:
         return self._own.seen()
 
     def _laid_out_otherwise(self, number: int, others: list[int]) -> bool:

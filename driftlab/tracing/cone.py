@@ -23,7 +23,6 @@ class Cone:
     Attributes:
         first: those that are made of values that are there. Where they begin in several of the network's own
             parts, as in two towers, or in several modules of one list, those of the one that comes first.
-        fed: modules whose weights the other applies to something else.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class Cone:
         self._values, self._uses = own.values, own.uses()
         self._there = Beside(own, other, within, tensors)
         self._ends = set(own.results.values())
-        self._right, self.fed = right, set[str]()
+        self._right = right
         self._any_known = any(map(right, {value.scope for value in self._values} - {""}))
         self._before_the_loss = own.before_the_loss()
         self._absent = self._led([own.results[end] for end in ends if end in own.results])
@@ -157,26 +156,12 @@ class Cone:
         if (turned := self._there.in_another_order(number)) is not None:
             return common([scope, self._values[turned].scope])
         own = bool(scope) and scope == self._values[number].scope
-        if own and (others := self._there.applied_to(number)) is not None:
-            self.fed.add(scope)
-            scope = self._who_sees(scope, others)
+        if own and self._there.applied_otherwise(number):
+            # who is given that is no more accused than who gives it: what holds both is
+            scope = scope.rpartition(".")[0]
         while scope and self._right(scope):
             scope = common([scope.rpartition(".")[0], *self._came_from(number, scope)])
         return scope
-
-    def _who_sees(self, scope: str, others: Collection[int]) -> str:
-        """The innermost module around one that sees what the other network gives it, as a value of its own.
-
-        Who is given that is no more accused than who gives it: what holds both is. What this network has not
-        is seen by the caller.
-        """
-        prints = (p for n in others if (p := self._there.prints[n]) and p.telling)
-        own = {at for p in prints for at in self._there.own_seen.find_whole(p)}
-        seen_by = {self._values[at].scope for n in own for at in (n, *self._uses[n])}
-        around = scope.rpartition(".")[0]
-        while around and seen_by and not any(lies_in(s, around) for s in seen_by):
-            around = around.rpartition(".")[0]
-        return around
 
     def _came_from(self, number: int, scope: str) -> set[str]:
         """The modules outside of ``scope`` that made what went into it, on its way to a value."""

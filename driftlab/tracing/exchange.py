@@ -13,7 +13,7 @@ module that is called several times, is put in whenever it is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -86,13 +86,19 @@ def exchanged(
     several = found is not None and len(found.scopes) > 1
     if found is None or several:
         both = joined_otherwise(own, others, Trial(mine, own, agrees, BEFORE))
-        if both is not None and both.spots[0] < spot:
+        if both is not None and both.spots[0] < spot and (both.cut or len(_scopes(own, both.spots)) <= 1):
             return _joined(own, others, both)
     if found is None or several or own.joins(int(spot)):
         trial = Trial(mine, own, agrees, BEFORE)
         if (other := given_otherwise(own, others, trial)) is not None:
             return _handed(own, others, *other)
     return None if several and own.is_a_result(int(spot)) else found
+
+
+def _scopes(own: Kept, spots: Collection[int]) -> set[str]:
+    """The modules that make these of what both have."""
+    values = (own.flow.values[n] for n in reached(spots, own.lacked))
+    return {value.scope for value in values if value.made_by[0] and value.prints and value.fed}
 
 
 def _joined(own: Kept, others: Kept, both: Otherwise) -> Exchanged:
@@ -204,7 +210,7 @@ class _Search:
     def _exchanged(self, number: int, spot: int, fit: Change) -> Exchanged:
         """What was made may pass through others unchanged, or be taken out of what was made.
 
-        Of one that both have but for its order that is where it got its order.
+        Of one that both have but for its order that is where it got its order, done to it besides.
         """
         own, others, values = self._own, self._others, self._own.flow.values
         theirs = others.flow.values[number]
@@ -214,9 +220,9 @@ class _Search:
         lacked = (n for n in own.before(spot, fit) if n == spot or not own.has_whole(n))
         made_there = {n for n in lacked if values[n].made_by[0] and values[n].prints is not None}
         scopes = frozenset(values[n].scope for n in made_there | ({whole} - {made}))
-        used = () if own.is_a_result(made) else own.users(made)
+        used = () if turned or own.is_a_result(made) else own.users(made)
         users = frozenset(values[n].scope for n in used)
         besides = own.shared[made] and not (others.shared[number] and not own.seen.find_whole(theirs.prints))
         made_once = len(others.seen.find_whole(theirs.prints)) == 1  # not once more, where it is kept
         besides = besides or (made_once and own.in_another_turn(made, theirs.prints))
-        return Exchanged(values[whole].scope, scopes, theirs.scope, besides and not turned, users)
+        return Exchanged(values[whole].scope, scopes, theirs.scope, besides or turned, users)

@@ -63,14 +63,12 @@ class Parted:
         candidate_module: that of the candidate, if it is seen.
         rows: those of each that the other has, where that leaves some out.
         gives_what_is_there: whether the candidate has all that a module of the reference's hands on.
-        fed: the reference's modules that the candidate gives something else.
     """
 
     module: str
     candidate_module: str | None
     rows: BothRows
     gives_what_is_there: Callable[[str], bool]
-    fed: frozenset[str]
 
 
 def parting(
@@ -111,7 +109,7 @@ def parting(
                 silencing = Silencing((reference.network, candidate.network), flows, fold, again)
                 mine.keep(silencing.survivors(mine))
             scope, beside = mine.scope(backward and theirs.is_cut(mine)), theirs.scope_beside(mine)
-            return Parted(scope, beside, rows, mine.gives_what_is_there, frozenset(mine.fed))
+            return Parted(scope, beside, rows, mine.gives_what_is_there)
     return None
 
 

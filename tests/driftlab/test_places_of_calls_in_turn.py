@@ -89,7 +89,7 @@ class AtOnce(FlatPort):
         angles = torch.cat([turns.cos(), turns.sin()], -1)
         for i in range(BLOCKS):
             mixed = x + torch.tanh(self.linear(f"blocks_{i}_mix", self.norm(f"blocks_{i}_first", x) * angles))
-            read = self.norm(f"blocks_{i}_second", mixed if self.fault == "in turn" and i == 1 else x)
+            read = self.norm(f"blocks_{i}_second", x)
             x = torch.tanh(mixed + (self.mlp(i, read) if self.training else self.in_pieces(i, read)))
         return {"logits": self.linear("head", x[:, PROMPT:].mean(1)), "state": x[:, :PROMPT].mean(1)}
 
@@ -103,7 +103,6 @@ def loss(outputs, target):
     [
         ("", None, None),
         ("speeds", "angles", "forward"),
-        ("in turn", "blocks.1", "forward"),  # which gives its second norm what it should not
         ("tail", "blocks.2.mlp", "eval"),
     ],
 )
