@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-import torch
-from torch import Tensor
-
 from driftlab.tracing.flow import Flow, reached
-from driftlab.tracing.prints import AGREE, NEARLY, Prints, Seen
-
-# The tensors of each network's values by their numbers, those of which they can be had.
-Tensors = Sequence[Callable[[], dict[int, Tensor]]]
-
-# So many numbers of a value lie in another that holds it but for its border, as a padded one does.
-MOST = 0.9
+from driftlab.tracing.prints import NEARLY, Prints, Seen
 
 
 class Beside:
@@ -23,15 +14,13 @@ class Beside:
     Args:
         own, other: the flows of the two networks.
         within: how far from the prints of each value of ``own`` those of the same value may be, relative.
-        tensors: of both, the own ones first.
     """
 
-    def __init__(self, own: Flow, other: Flow, within: Sequence[float], tensors: Tensors):
+    def __init__(self, own: Flow, other: Flow, within: Sequence[float]):
         self._values, self._uses, self._own, self._other = own.values, own.uses(), own, other
-        self.within, self.seen, self._tensors = within, other.seen(), tensors
+        self.within, self.seen = within, other.seen()
         self.prints = [value.prints for value in other.values]
         self._known: dict[int, bool] = {}
-        self._applied: dict[int, bool] = {}
 
     def has(self, number: int) -> bool:
         """Whether the other has it; what holds no numbers is as what it is made of, constants are had."""
@@ -68,42 +57,25 @@ class Beside:
         return any(p is not None and p.telling for p in prints)
 
     def applied_otherwise(self, number: int) -> bool:
-        """Whether the other applies the weight of a value to something else than this network does.
-
-        Something of its size; of a module that is called again, something that holds none of its numbers.
-        """
-        if number not in self._applied:
-            self._applied[number] = self._applied_to(number)
-        return self._applied[number]
-
-    def _applied_to(self, number: int) -> bool:
-        mine = [(i, self._values[i]) for i in self._values[number].inputs]
-        weights = [v.prints for _, v in mine if v.weight and v.prints and v.prints.telling]
-        given = [i for i, v in mine if not v.given and v.prints]
+        """Whether the other applies the weight of a value to something else of the same size."""
+        made_of = [self._values[i] for i in self._values[number].inputs]
+        weights = [v.prints for v in made_of if v.weight and v.prints and v.prints.telling]
+        given = [v.prints for v in made_of if not v.given and v.prints]
         if len(given) != 1 or not weights:
             return False
-        values, own = self._other.values, self._values[given[0]].prints
-        taken = self._taken_with(max(weights, key=lambda p: p.whole[0]))
+        own, taken = given[0], self._taken_with(max(weights, key=lambda p: p.whole[0]))
         if "norm" in self._values[number].made_by[1]:  # which the other may do in steps
             taken = {n for n in taken if not self._is_made_of_it(n, own)}
-        of_its_size = [n for n in taken if (p := values[n].prints) and p.whole[0] == own.whole[0]]
-        if of_its_size:
-            same = any(values[n].prints.same(own, self.within[number]) for n in of_its_size)
-            return not same
-        others = [n for n in taken if values[n].prints]
-        # of one that is called once nobody could tell that from what is computed in other steps
-        again = any(self._is_used_again(i) for i, v in mine if v.weight)
-        return again and bool(others) and not self._laid_out_otherwise(given[0], others)
+        of_its_size = [p for n in taken if (p := self.prints[n]) and p.whole[0] == own.whole[0]]
+        return bool(of_its_size) and not any(p.same(own, self.within[number]) for p in of_its_size)
 
-    def _is_used_again(self, number: int) -> bool:
-        """Whether a weight, or what this is a form of, is taken several times."""
-        while self._values[number].inputs:
-            number = self._values[number].inputs[0]
-        return len(self._uses[number]) > 1
+    @cached_property
+    def _their_uses(self) -> list[list[int]]:
+        return self._other.uses()
 
     def _taken_with(self, weight: Prints) -> set[int]:
         """What the other's operations take beside a weight."""
-        values, uses = self._other.values, self._other.uses()
+        values, uses = self._other.values, self._their_uses
         alike = [n for n in self.seen.find(weight.whole) if values[n].weight]
         # what one makes of as many numbers as it has is another form of it
         used = {use for n in alike for use in uses[n] if values[use].size != weight.whole[0]}
@@ -126,14 +98,6 @@ class Beside:
     def _own_seen(self) -> Seen:
         return self._own.seen()
 
-    def _laid_out_otherwise(self, number: int, others: list[int]) -> bool:
-        """Whether one of the other's values holds the numbers of one, or they its; so if nobody can tell."""
-        own, theirs = (tensors() for tensors in self._tensors)
-        if number not in own or not theirs.keys() >= set(others):
-            return True
-        value, taken = own[number], [theirs[n].flatten() for n in others]
-        return _holds(torch.cat(taken), value) or any(_holds(value, t) for t in taken)
-
     def in_another_order(self, number: int) -> int | None:
         """The first of the values that one is made of that is there in another order alone."""
         found = None
@@ -152,12 +116,3 @@ class Beside:
     def nearly(self, number: int, within: float = NEARLY) -> bool:
         prints = self._values[number].prints
         return prints is not None and prints.telling and self.seen.has(prints, within)
-
-
-def _holds(values: Tensor, others: Tensor) -> bool:
-    """Whether nearly all numbers of the second are among those of the first."""
-    own, wanted = values.flatten().sort().values, others.flatten()
-    at = torch.searchsorted(own, wanted).clamp(1, max(len(own) - 1, 1))
-    below, above = own[at - 1], own[at.clamp(max=len(own) - 1)]
-    apart = torch.minimum((wanted - below).abs(), (wanted - above).abs())
-    return bool((apart <= AGREE * wanted.abs().max()).double().mean() >= MOST)

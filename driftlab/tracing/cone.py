@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
 
 from driftlab.network.modules import common, lies_in
-from driftlab.tracing.beside import Beside, Tensors
+from driftlab.tracing.beside import Beside
 from driftlab.tracing.flow import Flow, reached
 from driftlab.tracing.prints import ABOUT
 
@@ -32,10 +32,9 @@ class Cone:
         ends: Iterable[str],
         right: Callable[[str], bool],
         within: Sequence[float],
-        tensors: Tensors,
     ):
         self._values, self._uses = own.values, own.uses()
-        self._there = Beside(own, other, within, tensors)
+        self._there = Beside(own, other, within)
         self._ends = set(own.results.values())
         self._right = right
         self._any_known = any(map(right, {value.scope for value in self._values} - {""}))

@@ -13,18 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from driftlab.arithmetic.constants import WITHIN, nudged
 from driftlab.arithmetic.passes import Recorded
-from driftlab.arithmetic.shadow import plain
 from driftlab.fold import Fold
 from driftlab.rounding import UNIT_ROUND_OFF
 from driftlab.tracing.cone import Cone
-from driftlab.tracing.flow import Flow, Value
-from driftlab.tracing.kept import LARGEST
+from driftlab.tracing.flow import Flow
 from driftlab.tracing.prints import AGREE, prints
 from driftlab.tracing.running import FORWARD, Again, flow_of
 from driftlab.tracing.shared_rows import BothRows, rows_of
@@ -94,13 +92,10 @@ def parting(
     if any(rows):
         flows = [record(look=partial(prints, rows=own)) for record, own in zip(records, rows, strict=True)]
     margins = [_margins(t, f, whole, arithmetic, pass_, seed) for t, f in zip(both, flows, strict=True)]
-    kept = [cache(partial(_kept, record)) for record in records]
     for narrower in (1, 4, 16):  # what is known to be wrong may not be taken for the same
         mine, theirs = (
-            Cone(own, other, traced.ends, traced.right, [max(AGREE, w / narrower) for w in within], of)
-            for own, other, traced, within, of in zip(
-                flows, reversed(flows), both, margins, (kept, kept[::-1]), strict=True
-            )
+            Cone(own, other, traced.ends, traced.right, [max(AGREE, w / narrower) for w in within])
+            for own, other, traced, within in zip(flows, reversed(flows), both, margins, strict=True)
         )
         if mine.first:
             backward = pass_ not in FORWARD
@@ -111,21 +106,6 @@ def parting(
             scope, beside = mine.scope(backward and theirs.is_cut(mine)), theirs.scope_beside(mine)
             return Parted(scope, beside, rows, mine.gives_what_is_there)
     return None
-
-
-def _kept(record: Callable[..., Flow]) -> dict[int, Tensor]:
-    """The tensors of a forward pass by their numbers, those that are not too large together."""
-    kept: dict[int, Tensor] = {}
-    left = LARGEST
-
-    def keep(number: int, value: Value, tensor: Tensor) -> None:
-        nonlocal left
-        left -= tensor.numel()
-        if left >= 0 and tensor.is_floating_point():
-            kept[number] = plain(tensor).cpu().clone()
-
-    record(change=keep, printed=())
-    return kept
 
 
 def _margins(
