@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from driftlab.arithmetic.bounds import within_bounds
 from driftlab.arithmetic.draws import Draws, Float32Draws
 from driftlab.arithmetic.naming import LOSS, Named
 from driftlab.arithmetic.shadow import Shadow, plain, shadow, shadow_arithmetic, shadowed
@@ -197,6 +198,8 @@ def computing(
         draws: of one that is run again and again.
     """
     stack = ExitStack()
+    if not compiled:
+        stack.enter_context(within_bounds())  # outermost, so that it sees what is computed in the end
     if arithmetic.startswith("shadow"):
         stack.enter_context(shadow_arithmetic(nudge, native))
     elif not compiled:

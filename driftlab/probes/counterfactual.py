@@ -88,12 +88,10 @@ def _no_further_out(mutant: Mutant, place: str, value: Exchanged | None) -> Muta
 
 
 def _cases(found: Examination, difference: Difference) -> list[Accused]:
-    """The quantities of its pass, itself first; none where nobody can tell, or not on a CPU."""
+    """The quantities of its pass, itself first; none where nobody can tell."""
     arithmetic, pair, pass_ = _faster(found, [difference]), found.pair, difference.pass_
     if arithmetic is None or pass_ not in FORWARD:
         return []
-    if any(p.device.type != "cpu" for p in pair.reference.parameters()):
-        return []  # a mistaken index ends everything that runs on a GPU
     mine, theirs = (read[pass_] for read in _both(found, arithmetic, evaluate=pass_ == "eval"))
     wrong = {d.name: d for d in found.network.differences if d.pass_ == pass_ and d.name in mine}
     order = sorted(wrong, key=lambda name: (name == LOSS, name != difference.name))

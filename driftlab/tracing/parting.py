@@ -19,10 +19,11 @@ from torch import nn
 
 from driftlab.arithmetic.constants import WITHIN, nudged
 from driftlab.arithmetic.passes import Recorded
+from driftlab.blame import unless_ours
 from driftlab.fold import Fold
 from driftlab.rounding import UNIT_ROUND_OFF
 from driftlab.tracing.cone import Cone
-from driftlab.tracing.flow import Flow
+from driftlab.tracing.flow import Flow, Value
 from driftlab.tracing.prints import AGREE, prints
 from driftlab.tracing.running import FORWARD, Again, flow_of
 from driftlab.tracing.shared_rows import BothRows, rows_of
@@ -117,7 +118,11 @@ def _margins(
     if arithmetic != "shadow":
         return [AGREE] * len(flow.values)
     twin, generator = nudged(traced.network, traced.constants)
-    moved = flow_of(twin, whole, arithmetic, pass_, seed, generator, look=WHOLE).values
+    moved: list[Value] = []
+    for nudge in (generator, None):  # of a table that is moved a network may make an index of nothing
+        with unless_ours():
+            moved = flow_of(twin, whole, arithmetic, pass_, seed, nudge, look=WHOLE).values
+            break
     if len(moved) != len(flow.values):
         return [AGREE] * len(flow.values)
     pairs = ((v.prints, m.prints) for v, m in zip(flow.values, moved, strict=True))

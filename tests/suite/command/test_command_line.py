@@ -7,8 +7,12 @@ import sys
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from driftlab.record.seed_record import read_table
+from suite.command.configuration import composed
+from suite.running.arguments import check_arguments
+from suite.running.importing import imported, parameters
 from tests.suite.conftest import ROOT, small
 from tests.suite.programs import ONE_BLOCK
 from tests.suite.refusing import assert_refused
@@ -47,6 +51,17 @@ def test_an_experiment_is_short_and_opens_with_its_hypothesis_and_verdict(name):
     assert settings["name"] == name
     assert settings["hypothesis"]
     assert f"Expected: {settings['expected']}" in text.replace("\n# ", " ")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_hands_its_rewrite_what_that_takes(name):
+    """Also one that is made of another, whose options it inherits."""
+    settings = OmegaConf.to_container(composed(f"+experiment={name}"))
+    rewrite = settings.get("rewrite") or {"target": ""}
+    if rewrite["target"]:
+        function = imported("rewrite.target", rewrite["target"])
+        known = list(parameters(function))[:1]
+        check_arguments("rewrite.options", function, rewrite["options"] or {}, known=known)
 
 
 REFUSED = {
