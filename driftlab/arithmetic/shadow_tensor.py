@@ -46,7 +46,25 @@ class Native(Flag):
     GRIDS = auto()  # what is rounded to a grid
 
 
-class Shadow(Tensor):
+class _WithoutMemory(Tensor):
+    """A tensor that wraps another: by the address that torch gives out for it, nobody may read.
+
+    Kernels that torch does not dispatch (Triton's, CuPy's, by ctypes) take addresses. On a GPU a wrong one
+    ends all that the process computes there.
+    """
+
+    def data_ptr(self) -> int:
+        raise NotImplementedError("no shadow execution of a kernel that is given addresses")
+
+    def __dlpack__(self, *args: object, **options: object) -> object:
+        return self.data_ptr()
+
+    @property
+    def __cuda_array_interface__(self) -> dict:
+        return {"data": self.data_ptr()}
+
+
+class Shadow(_WithoutMemory):
     """A tensor of dtype ``dtype`` by its own account, whose values are those of ``held``, in float64.
 
     Attributes:
@@ -84,7 +102,7 @@ class Shadow(Tensor):
         return run_operation(func, args, kwargs or {})
 
 
-class Bits(Tensor):
+class Bits(_WithoutMemory):
     """The integer view of a shadow's bits, on its way to lose some of them; it keeps the shadow."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl

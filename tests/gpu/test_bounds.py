@@ -69,7 +69,7 @@ def test_a_cpu_says_so_itself():
 
 
 class Buckets(nn.Module):
-    """Distances in buckets, whose borders are a table that is made on the way: moved by a bit, 0 is in none."""
+    """Distances in buckets, whose borders are a table that is made on the way."""
 
     def __init__(self, gain=1.0):
         super().__init__()
