@@ -6,7 +6,9 @@ backward and in eval mode.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+import warnings
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -29,11 +31,16 @@ REPEATS = 4
 
 @dataclass(frozen=True)
 class Wobble:
-    """The first pass in which a network did not repeat itself, and by how much (relative, 2-norm)."""
+    """The first pass in which a network did not repeat itself, and by how much (relative, 2-norm).
+
+    Attributes:
+        unordered: the operations that torch itself says have no kernel here that repeats itself.
+    """
 
     pass_: str
     module: str | None
     floor: float
+    unordered: tuple[str, ...] = ()
 
 
 def repeats(network: nn.Module, whole: Recorded, seed: int = 0, times: int = REPEATS) -> Wobble | None:
@@ -47,8 +54,18 @@ def repeats(network: nn.Module, whole: Recorded, seed: int = 0, times: int = REP
         again = run(network, whole, "float32", seed, compiled=True)
         for pass_ in PASSES:
             if found := _moved(first, again, pass_):
-                return _located(network, whole, seed, pass_, *found)
+                wobble = _located(network, whole, seed, pass_, *found)
+                return replace(wobble, unordered=_unordered(network, whole, seed))
     return None
+
+
+def _unordered(network: nn.Module, whole: Recorded, seed: int) -> tuple[str, ...]:
+    """As its deterministic algorithms warn of, which a measurement turns on."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run(network, whole, "float32", seed, compiled=True)
+    said = (re.match(r"(\S+) does not have a deterministic implementation", str(w.message)) for w in told)
+    return tuple(dict.fromkeys(found[1] for found in said if found))
 
 
 def _located(network: nn.Module, whole: Recorded, seed: int, pass_: str, name: str, floor: float) -> Wobble:
@@ -142,6 +159,8 @@ def _accused(found: Examination, role: str, wobble: Wobble) -> Finding:
         f"the {role} does not: {{place}} moves by {wobble.floor:.2g} (relative) from run to run, "
         "so that no difference between the two means anything"
     )
+    if wobble.unordered:
+        says += f"; torch has no kernel that repeats itself here of {', '.join(wobble.unordered)}"
     place = Place(known, wobble.pass_, 0)
     return PROBE.finding(wobble.floor, Verdict.NONDETERMINISTIC, says, place, supersedes=(PROBE.name,))
 
@@ -153,7 +172,7 @@ def wavers(found: Examination, module: str | None) -> Finding | None:
     if wobble is None and module and module in pair.counterparts and found.local.comparisons(module):
         call: Recorded = found.local.calls[module][0]
         wobble = repeats(found.local.pair(module)[1], call, pair.seed, AGAIN_MODULE)
-        wobble = wobble and Wobble(wobble.pass_, pair.counterparts[module], wobble.floor)
+        wobble = wobble and replace(wobble, module=pair.counterparts[module])
     return _accused(found, "candidate", wobble) if wobble else None
 
 

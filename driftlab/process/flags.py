@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from driftlab.process import cuda_kernels
+
 # A precision is set for an operation, for its backend, or for all; what is "none" takes the level above it.
 _ALL, _BACKENDS = ("generic", "all"), (("cuda", "all"), ("mkldnn", "all"))
 _OPERATIONS = tuple(product(("cuda", "mkldnn"), ("matmul", "conv", "rnn")))
@@ -96,6 +98,7 @@ def settle(tf32: bool | None, cuda: bool) -> None:
         _SWITCHES[name][1](value)
     if cuda:
         _SWITCHES["attention.flash"][1](False)
+        cuda_kernels.begin()
     if tf32 is None:
         return
     for place in (*_BACKENDS, *_OPERATIONS):
@@ -113,6 +116,7 @@ def putting_back() -> Callable[[], None]:
     put_precisions_back = _putting_precisions_back()
 
     def put_back() -> None:
+        cuda_kernels.end()
         if workspace is None:
             os.environ.pop(_WORKSPACE, None)
         else:

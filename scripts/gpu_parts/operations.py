@@ -53,6 +53,7 @@ def operations(smoke: bool) -> Iterator[Operation]:
     yield Operation("max pool", images, partial(F.max_pool2d, kernel_size=3, stride=2, padding=1))
     yield Operation("upsample, bilinear", images, partial(F.interpolate, scale_factor=2, mode="bilinear"))
     yield Operation("upsample, nearest", images, partial(F.interpolate, scale_factor=2))
+    yield Operation("cross entropy of maps", partial(_classes, batch, channels, side), F.cross_entropy)
     yield Operation(
         "embedding", partial(_rows, 16 * wide, channels), lambda input, at: F.embedding(at, input)
     )
@@ -114,6 +115,11 @@ def _run_lstm(input: Tensor, *weights: Tensor) -> Tensor:
     start = input.new_zeros(1, input.shape[0], input.shape[2])
     options = {"has_biases": False, "num_layers": 1, "dropout": 0.0, "train": True}
     return torch.lstm(input, (start, start), weights, **options, bidirectional=False, batch_first=True)[0]
+
+
+def _classes(batch: int, channels: int, side: int) -> Tensors:
+    at = torch.randint(channels, (batch, side, side), generator=torch.Generator().manual_seed(1))
+    return _normal(input=(batch, channels, side, side)) | {"at": at}
 
 
 def _rows(count: int, size: int, given: int = 16) -> Tensors:

@@ -1,5 +1,6 @@
 """Whether a network repeats itself, and where and by how much it does not."""
 
+import copy
 import random
 
 import pytest
@@ -7,9 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from driftlab import diagnose
 from driftlab.arithmetic.passes import CannotRunError, Recorded, whole_network
 from driftlab.network.calling import whole
 from driftlab.probes.determinism import REPEATS, repeats
+from driftlab.words import Verdict
 from tests.driftlab.arithmetic.layers import plain
 
 
@@ -176,3 +179,22 @@ def test_the_network_and_its_batch_are_left_as_they_were():
     assert repeats(written, whole_batch) is not None
     assert torch.equal(x, before)
     assert written[2].seen.tolist() == [1, 1, 1]
+
+
+class Placing(Layer):
+    """Puts numbers where others are, for which torch has no kernel with an order, beside a clock."""
+
+    def __init__(self):
+        super().__init__()
+        self.clock = Counting()
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y.clone().put_(torch.tensor([0]), y[:1, 0] + 1e-3 * self.clock())
+
+
+def test_what_torch_has_no_kernel_for_that_repeats_itself_is_named():
+    batch = torch.randn(4, 6), torch.randn(4, 6)
+    found = diagnose(Placing(), copy.deepcopy, [batch], loss=F.mse_loss, steps=1)
+    assert found.verdict is Verdict.NONDETERMINISTIC
+    assert "torch has no kernel that repeats itself here of put_" in found.headline
