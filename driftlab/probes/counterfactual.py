@@ -23,6 +23,7 @@ from driftlab.probes.examination import Examination
 from driftlab.tracing.exchange import Exchanged, exchanged
 from driftlab.tracing.prints import prints
 from driftlab.tracing.running import FORWARD, Again, flow_of
+from driftlab.tracing.slopes import Parting, parting_of_slopes
 
 # A forward pass that is off by so little beside the gradients does not make these wrong.
 BESIDE = 1e-6
@@ -47,6 +48,16 @@ def gradient_stop(found: Examination, wrong: list[Difference]) -> Stop | None:
         )
         lacks = {n: mine[n] - theirs[n] for n in mine.keys() & theirs.keys() - buffers}
         return stopped(pair.reference, whole, arithmetic, pair.seed, lacks)
+    return None
+
+
+def slopes_part(found: Examination, wrong: list[Difference]) -> Parting | None:
+    """Where values that both have are sent another gradient; None where nothing is seen to part."""
+    arithmetic, pair, whole = _faster(found, wrong), found.pair, found.whole
+    if arithmetic is None or whole.loss is None:
+        return None
+    with unless_ours():  # a module may take no hooks, a function may not be watched
+        return parting_of_slopes(pair.reference, pair.candidate, whole, arithmetic, pair.seed)
     return None
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from statistics import median
 
-from driftlab.arithmetic.constants import own_constants
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import BACKWARD, SAME_BORDERS, first_wrong
-from driftlab.blame import unless_ours
 from driftlab.fold import Fold
 from driftlab.network.modules import called, common_parent, lies_in
 from driftlab.network.pair import Pair
 from driftlab.probes.counterfactual import counterfactual, gradient_stop
 from driftlab.probes.examination import Examination
 from driftlab.probes.exchanged_place import is_joined, where_a_value_would
+from driftlab.probes.flows_part import parted_in, parted_inside
 from driftlab.tracing.exchange import Exchanged
-from driftlab.tracing.parting import Parted, Traced, parting
-from driftlab.tracing.running import FORWARD
+from driftlab.tracing.parting import Parted
 from driftlab.words import Place, ToldBy, Verdict
 
 # What two networks give each other in float32 differs by less; so do the inputs of what lies before a fault.
@@ -69,6 +67,8 @@ def placed(
             return replace(place, told_by=ToldBy.CHANGE), difference, stop.words
         if told:
             return _at(found.pair, module, pass_), _largest(wrong), stop.words
+        if len(stop.between) > 1 and (inner := parted_inside(found, at.module, wrong)):
+            return _at(found.pair, inner.module, pass_), _largest(wrong), stop.words
         if place.module == at.module and at.candidate_module is None:
             at = replace(at, candidate_module=place.candidate_module)
     return at, _largest(wrong), stop.words
@@ -119,7 +119,7 @@ def _placed(
     whole = not module or _holds_others(pair, module)
     moved = _may_be_moved(found, module, difference)
     damped = bool(located) and bool(module) and pass_ == "forward" and _damped(found, difference.relative)
-    parted = _parted(found, pass_, wrong) if whole or moved or damped or not located else None
+    parted = parted_in(found, pass_, wrong) if whole or moved or damped or not located else None
     told_by = ToldBy.CALLS if located else None
     if parted is None:
         shown = {d.pass_ for d in found.network.wrong()}
@@ -207,52 +207,6 @@ def _pass_of(pass_: str, module: str, wrong: list[Difference]) -> str:
     names = [d.name for d in wrong if d.pass_ == pass_]
     own = all(lies_in(n, module) if module else "." not in n for n in names)
     return pass_ if own else "input gradient"
-
-
-def _parted(found: Examination, pass_: str, wrong: list[Difference]) -> Parted | None:
-    arithmetic = found.exact_arithmetic
-    if arithmetic is None or pass_ == "buffer":
-        return None
-    pair, local = found.pair, found.local
-    asked = BACKWARD if pass_ in BACKWARD else (pass_,)
-    ends = [d.name for d in wrong if d.pass_ in asked]
-    theirs = [s for n in ends for s in pair.fold.sources(n) or (n,)]
-    own = {other: name for name, other in pair.counterparts.items()}
-    reference = Traced(pair.reference, ends, local.right, own_constants(pair, "reference"))
-    constants = own_constants(pair, "candidate")
-    candidate = Traced(pair.candidate, theirs, lambda n: n in own and local.right(own[n]), constants)
-    parted = _followed(found, reference, candidate, arithmetic, pass_)
-    found.rows = parted.rows if parted else found.rows
-    return parted
-
-
-def _followed(
-    found: Examination, reference: Traced, candidate: Traced, arithmetic: str, pass_: str
-) -> Parted | None:
-    with unless_ours():  # a module may take no hooks, a kernel may not be watched
-        return parting(reference, candidate, found.whole, arithmetic, pass_, found.pair.seed, found.pair.fold)
-    return None
-
-
-def bits_lost(found: Examination, narrow: list[Difference]) -> Place:
-    """Where a network loses bits that no pair of modules loses by itself; "" where nothing parts."""
-    pair, local, first = found.pair, found.local, narrow[0]
-    place = Place("", first.pass_, 0)
-    if first.pass_ not in FORWARD or "shadow" not in found.network.ran:
-        return place
-    ends = [d.name for d in narrow if d.pass_ == first.pass_]
-    own = {other: name for name, other in pair.counterparts.items()}
-
-    def keeps(name: str | None) -> bool:
-        """Whether a module of the reference's keeps its bits by itself."""
-        told = local.comparisons(name) if name in pair.counterparts else []
-        return bool(told) and not any(c.narrow() for c in told)
-
-    both = Traced(pair.reference, ends, keeps), Traced(pair.candidate, ends, lambda n: keeps(own.get(n)))
-    parted = _followed(found, *both, "float32", first.pass_)
-    if parted is None:
-        return place
-    return Place(called(pair.reference, parted.module), first.pass_, 0, parted.candidate_module)
 
 
 def _other_weights(found: Examination, difference: Difference) -> Place | None:

@@ -14,7 +14,7 @@ from driftlab.arithmetic.passes import CannotRunError, Recorded, on_batch
 from driftlab.arithmetic.sizes import centred, samples, samples_of, without_ties
 from driftlab.precision import FLOAT32
 from driftlab.probes.examination import Examination
-from driftlab.probes.placing import bits_lost
+from driftlab.probes.flows_part import bits_lost
 from driftlab.probes.probe import Probe
 from driftlab.probes.random_streams import drawn_otherwise
 from driftlab.rounding import HALFWAY_BITS
