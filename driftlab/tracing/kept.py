@@ -133,6 +133,10 @@ class Kept:
         """What a value is made of that both have."""
         return {i for i in self.flow.values[number].inputs if self.shared[i]}
 
+    def fed(self, numbers: Collection[int]) -> set[int]:
+        """Of these those that the batch or weights went into: constants the other may hold as integers."""
+        return {n for n in numbers if self.flow.values[n].fed}
+
     def looks_like(self, number: int) -> list[int]:
         """The other's values that have its numbers, perhaps in another order; none where it lacks them."""
         return self._other.find_whole(self.flow.values[number].prints) if self.shared[number] else []

@@ -93,8 +93,8 @@ def _taking(own: Kept, others: Kept, number: int) -> Iterator[int]:
         if too_deep or (both and _of_one_table(own, spot, others, number)):
             continue
         sources = own.made_of[spot] | (own.read_shared(spot) if both else set())
-        alike = set().union(*map(own.alike, sources))
-        theirs = made_of | (read if both or in_parts else set())
+        alike = set().union(*map(own.alike, own.fed(sources)))
+        theirs = others.fed(made_of | (read if both or in_parts else set()))
         if alike == theirs == set() or not alike.isdisjoint(theirs):
             yield spot
 
