@@ -47,21 +47,20 @@ class Native(Flag):
 
 
 class _WithoutMemory(Tensor):
-    """A tensor that wraps another: by the address that torch gives out for it, nobody may read.
+    """A tensor that wraps another, and has no memory of its own: who asks where it lies is told so.
 
-    Kernels that torch does not dispatch (Triton's, CuPy's, by ctypes) take addresses. On a GPU a wrong one
-    ends all that the process computes there.
+    Kernels that torch does not dispatch take addresses (Triton's, CuPy's, extensions in C++), and torch gives
+    out 0. On a GPU that ends all that the process computes there.
     """
 
     def data_ptr(self) -> int:
         raise NotImplementedError("no shadow execution of a kernel that is given addresses")
 
-    def __dlpack__(self, *args: object, **options: object) -> object:
-        return self.data_ptr()
 
-    @property
-    def __cuda_array_interface__(self) -> dict:
-        return {"data": self.data_ptr()}
+def _wrapping(kind: type[Tensor], size: torch.Size, **like: object) -> Tensor:
+    made = torch.Tensor._make_wrapper_subclass(kind, size, **like)
+    torch._C._set_throw_on_mutable_data_ptr(made)  # asked in C++
+    return made
 
 
 class Shadow(_WithoutMemory):
@@ -78,7 +77,7 @@ class Shadow(_WithoutMemory):
     def __new__(cls, held: Tensor, dtype: torch.dtype, requires_grad: bool = False):
         if held.layout is not torch.strided:  # else the shadow itself would pass for a dense one
             raise NotImplementedError(f"no shadow execution of a tensor that is {held.layout}")
-        return torch.Tensor._make_wrapper_subclass(
+        return _wrapping(
             cls,
             held.size(),
             strides=held.stride(),
@@ -109,9 +108,7 @@ class Bits(_WithoutMemory):
 
     @staticmethod
     def __new__(cls, bits: Tensor, source: Shadow):
-        return torch.Tensor._make_wrapper_subclass(
-            cls, bits.size(), strides=bits.stride(), dtype=bits.dtype, device=bits.device
-        )
+        return _wrapping(cls, bits.size(), strides=bits.stride(), dtype=bits.dtype, device=bits.device)
 
     def __init__(self, bits: Tensor, source: Shadow):
         self.bits, self.source = bits, source
