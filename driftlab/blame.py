@@ -22,7 +22,7 @@ _TORCH = str(Path(find_spec("torch").origin).parent) if find_spec("torch") else 
 _STANDARD = sysconfig.get_path("stdlib")
 # Arithmetic that stands under somebody's forward: what it cannot follow says nothing about our own code.
 _UNDER_THE_PAIR = tuple(
-    str(Path(_OURS, "arithmetic", f"{part}.py")) for part in ("shadow", "shadow_tensor", "draws")
+    str(Path(_OURS, "arithmetic", f"{part}.py")) for part in ("shadow", "shadow_tensor", "draws", "bounds")
 )
 # Where torch hands over to a module's forward and to its backward.
 _HANDED_OVER = {"_call_impl", "_engine_run_backward"}

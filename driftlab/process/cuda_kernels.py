@@ -33,8 +33,9 @@ def begin() -> None:
         warnings.simplefilter("ignore")  # that torch's own are overridden
         library.impl("nll_loss2d_forward", nll_loss2d, "CUDA")
         for name, kernel in IN_FLOAT64.items():
-            own = torch.library.get_kernel(f"aten::{name}", "CUDA")
-            library.impl(name, _in_float64(own, kernel), "CUDA", with_keyset=True)
+            if torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA"):
+                own = torch.library.get_kernel(f"aten::{name}", "CUDA")
+                library.impl(name, _in_float64(own, kernel), "CUDA", with_keyset=True)
     _registered.append(library)
 
 
