@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from driftlab.blame import AboutThePair
 from driftlab.network.compiled import DispatchMode
 
+_MASKS = (torch.bool, torch.uint8)
 Given = Mapping[str, Any]
 Asked = tuple[Tensor, int, int]  # numbers, the least that each may be, and one more than the most
 
@@ -37,9 +39,10 @@ def _of_several(given: Given) -> Iterator[Asked]:
     """``self[indices]``: integers count from either end, a mask stands for as many dimensions as it has."""
     shape, at = given["self"].shape, 0
     for index in given["indices"]:
-        if index is not None and index.dtype not in (torch.bool, torch.uint8):
+        mask = index is not None and index.dtype in _MASKS
+        if index is not None and not mask:
             yield index, -shape[at], shape[at]
-        at += index.ndim if index is not None and index.dtype in (torch.bool, torch.uint8) else 1
+        at += index.ndim if mask else 1
 
 
 def _flat(given: Given) -> Iterator[Asked]:
@@ -53,10 +56,7 @@ def _classes(given: Given) -> Iterator[Asked]:
 
 
 def _unpooled(given: Given) -> Iterator[Asked]:
-    size = 1
-    for length in given["output_size"]:
-        size *= length
-    yield given["indices"], 0, size
+    yield given["indices"], 0, prod(given["output_size"])
 
 
 _ALONG = ("index_select", "index_add", "index_copy", "index_fill", "index_reduce", "gather", "scatter")

@@ -78,7 +78,8 @@ def _hard_sigmoid(x: Tensor) -> Tensor:
     return (x + 3).clamp(0, 6) / 6
 
 
-def _hard_sigmoid_backward(gradient: Tensor, x: Tensor) -> Tensor:
+def hard_sigmoid_backward(gradient: Tensor, x: Tensor) -> Tensor:
+    """As ``aten::hardsigmoid_backward``, whose 1/6 is float32's on a CPU as well."""
     return (gradient / 6).where((x > -3) & (x < 3), 0)
 
 
@@ -90,7 +91,7 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> tuple[Tensor, Tensor]:
 IN_FLOAT64: dict[str, Callable] = {
     "hardsigmoid": _hard_sigmoid,
     "hardsigmoid_": lambda x: x.copy_(_hard_sigmoid(x)),
-    "hardsigmoid_backward": _hard_sigmoid_backward,
+    "hardsigmoid_backward": hard_sigmoid_backward,
     "hardswish": lambda x: x * _hard_sigmoid(x),
     "hardswish_": lambda x: x.mul_(_hard_sigmoid(x)),
     "_weight_norm_interface": _weight_norm,

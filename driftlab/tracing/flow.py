@@ -7,7 +7,7 @@ has its place as well as what its parts compute.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -92,16 +92,21 @@ class Flow:
 
     def uses(self) -> list[list[int]]:
         """Of each value, those that were made of it."""
-        found: list[list[int]] = [[] for _ in self.values]
-        for number, value in enumerate(self.values):
-            for i in value.inputs:
-                found[i].append(number)
-        return found
+        return uses_of([value.inputs for value in self.values])
 
     def before_the_loss(self) -> range:
         """The values up to the last output: no border is moved into a loss, which damps whatever is wrong."""
         last = max((number for end, number in self.results.items() if end != LOSS), default=None)
         return range(len(self.values) if last is None else last + 1)
+
+
+def uses_of(inputs: Sequence[Iterable[int]]) -> list[list[int]]:
+    """Of each value, the numbers of those that were made of it; by what each was made of."""
+    found: list[list[int]] = [[] for _ in inputs]
+    for number, made_of in enumerate(inputs):
+        for i in made_of:
+            found[i].append(number)
+    return found
 
 
 def reached(begin: Iterable[int], onward: Callable[[int], Iterable[int]]) -> set[int]:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from driftlab.arithmetic.passes import Recorded, computing, fresh_inputs, in_arithmetic, own_copies
+from driftlab.arithmetic.passes import Recorded, computing, in_arithmetic, own_inputs
 from driftlab.arithmetic.shadow import plain
 from driftlab.network.calling import seed_random_layers, tensors_in
 from driftlab.network.modules import common
-from driftlab.tracing.flow import reached
+from driftlab.tracing.flow import reached, uses_of
 from driftlab.tracing.prints import Prints, Seen, prints, same_numbers
 from driftlab.tracing.scopes import Scopes
 
@@ -103,7 +103,8 @@ def parting_of_slopes(
         return None
     there = _seen(other.values)
     right = [_told(v, there, other.values) for v in own.values]
-    users, inputs = _users(own.values), [list(v.inputs) for v in own.values]
+    inputs = [v.inputs for v in own.values]
+    users = uses_of(inputs)
     known = {n for n, told in enumerate(right) if told is not None}
     for number in (n for n in reversed(range(len(right))) if right[n] is False):
         beyond, before = (
@@ -142,10 +143,10 @@ def _same(own: Tensor | None, other: Tensor) -> bool:
 
 
 def _sent(network: nn.Module, whole: Recorded, arithmetic: str, seed: int) -> Sent:
-    twin, leaves = in_arithmetic(network, arithmetic), []
+    twin = in_arithmetic(network, arithmetic)
     sent = Sent(Scopes(twin))
     with computing(arithmetic):
-        given = own_copies(fresh_inputs(whole, arithmetic, leaves))
+        given = own_inputs(whole, arithmetic)
         seed_random_layers(seed)
         with sent:
             outputs = whole.called(twin, given, arithmetic)
@@ -159,11 +160,3 @@ def _seen(values: list[Made]) -> Seen:
     for number, value in enumerate(values):
         seen.add(value.prints, number)
     return seen
-
-
-def _users(values: list[Made]) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in values]
-    for number, value in enumerate(values):
-        for i in value.inputs:
-            found[i].append(number)
-    return found
