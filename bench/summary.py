@@ -23,7 +23,7 @@ SETS = {"development": False, "held out": True}
 WRITTEN = (
     *("first", "second", "third", "fourth", "fifth", "sixth"),
     *("seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth", "thirteenth", "fourteenth"),
-    *("fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth"),
+    *("fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth", "twentieth"),
 )
 
 

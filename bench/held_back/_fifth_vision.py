@@ -15,19 +15,27 @@ SAME = ("round_off", "bit_identical")
 
 
 def right(
-    task: Task, name: str, kind: str, make: Callable, diverges: bool = False, **options: object
+    task: Task,
+    name: str,
+    kind: str,
+    make: Callable,
+    diverges: bool = False,
+    other: str | None = None,
+    **options: object,
 ) -> None:
     """Register ``make(model)``, which is the same function, as a case of that name.
 
     Args:
         diverges: whether the reference does, trained as ``diagnose`` trains where nothing else is said.
+        other: another verdict that is right, as where a kernel of torch's is wrong in the reference.
     """
 
     def rewrite(model: nn.Module) -> nn.Module:
         return make(model)
 
     rewrite.__name__, rewrite.__module__ = name, make.__module__
-    case((*SAME, "unstable") if diverges else SAME, kind, task, **options)(rewrite)
+    labels = (*SAME, "unstable") if diverges else SAME
+    case((*labels, other) if other else labels, kind, task, **options)(rewrite)
 
 
 def wrong_under(options: dict, task: Task, make: Callable, **faults: tuple) -> None:
