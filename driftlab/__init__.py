@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from driftlab.assertion import assert_equivalent
     from driftlab.batch_invariance import batch_invariant
     from driftlab.diagnosis import Diagnosis, diagnose
-    from driftlab.finite.check import GradientCheck, gradient_check
+    from driftlab.gradients import GradientCheck, gradient_check
     from driftlab.watch import Watch, watching
     from driftlab.words import DiagnoseError, Evidence, Place, Verdict
 
@@ -42,8 +42,8 @@ _HOMES = {
     "Diagnosis": "driftlab.diagnosis",
     "DiagnoseError": "driftlab.words",
     "Evidence": "driftlab.words",
-    "GradientCheck": "driftlab.finite.check",
-    "gradient_check": "driftlab.finite.check",
+    "GradientCheck": "driftlab.gradients",
+    "gradient_check": "driftlab.gradients",
     "Place": "driftlab.words",
     "Verdict": "driftlab.words",
     "Watch": "driftlab.watch",

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from driftlab.mistakes.mutant import HANDED, Mutant
-from driftlab.mistakes.mutations import last_alike
+from driftlab.mistakes.mutations import Another, last_alike
 from driftlab.mistakes.orders import MOVES
 from driftlab.mistakes.torch_call import Call
 from driftlab.network.modules import lies_in
@@ -43,13 +43,16 @@ class Handed:
 
     def __init__(self) -> None:
         self._values: dict[tuple[Entered, int], _Value] = {}
-        self._made: set[int] = set()  # those of ``earlier``, by their ``id``
+        self._made: dict[int, int] = {}  # where each of ``earlier`` stands, by its ``id``
+        self._begun: dict[Entered, int] = {}  # how many were made when a module was entered
         self._moved: dict[int, Tensor] = {}  # what they are made of, if it was only moved
-        self._looked_at = 0
 
     def see(
         self, number: int, call: Call, out: Any, entered: Sequence[Entered], earlier: Sequence[Tensor]
     ) -> None:
+        self._made |= {id(earlier[at]): at for at in range(len(self._made), len(earlier))}
+        for one in entered:
+            self._begun.setdefault(one, len(earlier))
         if call.name in MOVES and call.tensors and out is not call.tensors[0] and out.is_floating_point():
             self._moved[id(out)] = call.tensors[0]  # alive in ``earlier``, so that nobody else gets its id
         taken: defaultdict[int, list[int]] = defaultdict(list)
@@ -65,16 +68,27 @@ class Handed:
                     self._values[one, at].places[number] = places
                     self._values[one, at].moved |= call.name in MOVES
 
-    def by(self, call: Call, entered: Sequence[Entered], earlier: Sequence[Tensor]) -> str | None:
-        """The module that hands on the one value that a call takes besides weights; None of several."""
-        self._made.update(map(id, earlier[self._looked_at :]))
-        self._looked_at = len(earlier)
-        values = [t for t in call.tensors if id(t) in self._made]
-        if len(values) != 1:
-            return None
-        forms = set(map(id, self._forms(values[0])))
-        handed = [one for one in entered if forms.isdisjoint(map(id, one.given))]
-        return None if len(handed) in (0, len(entered)) else handed[-1].scope  # no module's, or its own
+    def by(self, another: Another, entered: Sequence[Entered]) -> tuple[str | None, str | None]:
+        """The module that hands on the value that another stands for, and one further in that has both.
+
+        Of a call that takes several values who has both mistook the one for the other.
+        """
+        own = another.call.tensors[another.place]
+        if id(own) not in self._made:
+            return None, None
+        forms = set(map(id, self._forms(own)))
+        handed = [at for at, one in enumerate(entered) if forms.isdisjoint(map(id, one.given))]
+        if len(handed) in (0, len(entered)):  # no module's, or its own
+            return None, None
+        inside = (one.scope for one in entered[handed[-1] + 1 :] if self._has(one, another.value))
+        has_both = next(inside, None)
+        alone = sum(id(t) in self._made for t in another.call.tensors) == 1
+        return (entered[handed[-1]].scope if alone or has_both is None else None), has_both
+
+    def _has(self, one: Entered, value: Tensor) -> bool:
+        """Whether a module was given a value, or made it."""
+        given = not set(map(id, self._forms(value))).isdisjoint(map(id, one.given))
+        return given or self._made.get(id(value), -1) >= self._begun[one]
 
     def _forms(self, tensor: Tensor) -> Iterator[Tensor]:
         """A value, and what it was before it was moved."""

@@ -47,6 +47,7 @@ class Mutant:
         weights: changes them, in the network that it is given.
         made_in: the module in which the first call is made, where that is another.
         which: of the changes of a call that have these words.
+        has_both: a module inside of ``scope`` that has the value that is handed to it, and the other as well.
     """
 
     scope: str
@@ -58,6 +59,7 @@ class Mutant:
     weights: Callable[[nn.Module], None] = _as_they_are
     made_in: str | None = None
     which: int = 0
+    has_both: str | None = None
 
     @property
     def at(self) -> str:

@@ -22,11 +22,11 @@ from driftlab.mistakes.frontier import Frontier, comes_by, same_numbers
 from driftlab.mistakes.handed import Handed
 from driftlab.mistakes.mutant import NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
 from driftlab.mistakes.mutations import (
-    ANOTHER_VALUE,
     JOINED,
     NEUTRAL,
     OPERANDS,
     SETTINGS,
+    Another,
     Operator,
     averaged,
     mutations,
@@ -111,21 +111,21 @@ class Mutants:
         if call.name in JOINED:
             self._norms[scope, call.name, id((call.given() or {}).get("weight"))][number] = call
         self.found += _with_another_number(here, call)
-        self.found += (m for m, _ in self._made(here, SETTINGS, call, earlier, out))
+        self.found += (m for m, *_ in self._made(here, SETTINGS, call, earlier, out))
         if kept and self._frontier[number]:
-            self.unsigned += (m for m, _ in self._made(here, ORDERS, call, earlier, out))
+            self.unsigned += (m for m, *_ in self._made(here, ORDERS, call, earlier, out))
         here = replace(here, scope=self._handed_by(scope), made_in=scope)
-        handed_by = self._handed.by(call, self._scopes.entered, earlier)
-        for mutant, made in self._made(here, OPERANDS, call, earlier, out):
-            if mutant.kind is ANOTHER_VALUE and handed_by is not None:
-                mutant = replace(mutant, scope=handed_by)
+        for mutant, make, made in self._made(here, OPERANDS, call, earlier, out):
+            if isinstance(make, Another):
+                by, has_both = self._handed.by(make, self._scopes.entered)
+                mutant = replace(mutant, scope=mutant.scope if by is None else by, has_both=has_both)
             if kept and same_numbers(out, made):
                 self.unsigned.append(mutant)
             elif comes_by(self._seen, made, self._rows):
                 self.signs.append(mutant)
             elif mutant.away(self._near) <= 1:
                 self.unsigned.append(mutant)
-        self.unsigned += (m for m, _ in self._made(here, NEUTRAL, call, earlier, out))
+        self.unsigned += (m for m, *_ in self._made(here, NEUTRAL, call, earlier, out))
         return out
 
     def finish(self, twin: nn.Module, left: Mapping[str, Tensor]) -> None:
@@ -167,8 +167,8 @@ class Mutants:
 
     def _made(
         self, here: Mutant, operators: Sequence[Operator], call: Call, earlier: Sequence[Tensor], out: Any
-    ) -> Iterator[tuple[Mutant, Any]]:
-        """With their results, which have the right one's shape."""
+    ) -> Iterator[tuple[Mutant, Callable[[], Any], Any]]:
+        """With what makes their results, and these, which have the right one's shape."""
         shapes = [t.shape for t in parts(out)]
         given = [t.detach().clone() for t in call.tensors] if call.name in _MOVES_STATISTICS else []
         with torch.no_grad():
@@ -187,7 +187,8 @@ class Mutants:
                         _put_back(call, given)
                     if [t.shape for t in parts(made)] == shapes:
                         change = partial(_mutated, operator, words, which)
-                        yield replace(here, words=words, kind=operator, change=change, which=which), made
+                        mutant = replace(here, words=words, kind=operator, change=change, which=which)
+                        yield mutant, make, made
 
 
 def _put_back(call: Call, given: Sequence[Tensor]) -> None:

@@ -7,6 +7,7 @@ wherever they can be; of those of ``OPERANDS`` there are too many, so that each 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import combinations, permutations
 from typing import Any
 
@@ -187,11 +188,24 @@ def last_alike(tensor: Tensor, earlier: Sequence[Tensor]) -> list[int]:
     return alike[: -OTHERS - 1 : -1]
 
 
+@dataclass(frozen=True)
+class Another:
+    """The call with another value, of those that were made before, for one of its operands."""
+
+    call: Call
+    place: int
+    value: Tensor
+
+    def __call__(self) -> Any:
+        return self.call.with_tensor(self.place, self.value).run()
+
+
 def _others(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """Another value for an operand."""
     for place, tensor in enumerate(call.tensors):
         for at in last_alike(tensor, earlier) if tensor.is_floating_point() else ():
-            yield _with(call, place, "that is another value", earlier[at])
+            words = f"{_which(call, place)} `{call.name}` that is another value"
+            yield words, Another(call, place, earlier[at])
 
 
 def _normed_alone(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
@@ -206,11 +220,13 @@ def _normed_alone(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
 
 
 def _with(call: Call, place: int, words: str, tensor: Tensor) -> Mutation:
-    which = f"operand {place + 1} of" if len(call.tensors) > 1 else "the operand of"
-    return f"{which} `{call.name}` {words}", call.with_tensor(place, tensor).run
+    return f"{_which(call, place)} `{call.name}` {words}", call.with_tensor(place, tensor).run
+
+
+def _which(call: Call, place: int) -> str:
+    return f"operand {place + 1} of" if len(call.tensors) > 1 else "the operand of"
 
 
 SETTINGS = (_altered, _corrected, _integers, _parts_exchanged, _left_out, _dims)
 OPERANDS = (_terms, _turned, _others, _normed_alone)
-ANOTHER_VALUE: Operator = _others
 NEUTRAL = (_neutral,)

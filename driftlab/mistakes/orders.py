@@ -18,10 +18,11 @@ from driftlab.mistakes.torch_call import TRANSPOSED, Call
 
 Mutation = tuple[str, Callable[[], Any]]
 # They give the numbers that they are given.
+COPIES = ("contiguous", "to", "float", "double", "clone", "type_as", "detach")
 MOVES = (
     *("view", "reshape", "transpose", "permute", "flatten", "unflatten", "squeeze", "unsqueeze", "movedim"),
-    *("contiguous", "expand", "expand_as", "view_as", "to", "float", "double", "clone", "type_as", "detach"),
-    *("t", "swapaxes", "broadcast_to", "repeat", "repeat_interleave", *TRANSPOSED),
+    *("expand", "expand_as", "view_as", "t", "swapaxes", "broadcast_to", "repeat", "repeat_interleave"),
+    *(*COPIES, *TRANSPOSED),
 )
 JOINS = ("cat", "stack", "concat")
 _REGROUPS = ("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as")

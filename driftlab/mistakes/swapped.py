@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from driftlab.mistakes.mutant import TOGETHER, Mutant
+from driftlab.mistakes.orders import COPIES
 from driftlab.mistakes.torch_call import Call
 from driftlab.network.modules import common
 
@@ -36,6 +37,8 @@ class Swapped:
         """``caller``: who calls what is called there."""
         x = call.tensors[0] if call.tensors else None
         if x is None or call.writes or not isinstance(out, Tensor) or out is x or out.shape != x.shape:
+            return
+        if call.name in COPIES:  # of what is written into later, the other order is another value
             return
         step = self._steps[id(out)] = _Step(number, at, caller, call.name, out)
         if (before := self._steps.get(id(x))) is not None and before.name != call.name:

@@ -15,7 +15,6 @@ from driftlab.blame import unless_ours
 from driftlab.mistakes.accused import Accused, are_theirs
 from driftlab.mistakes.fitting import fitting
 from driftlab.mistakes.mutant import Mutant
-from driftlab.mistakes.mutations import ANOTHER_VALUE
 from driftlab.mistakes.stopped import Stop, stopped
 from driftlab.network.modules import lies_in
 from driftlab.network.pair import Pair
@@ -93,9 +92,10 @@ def counterfactual(found: Examination, difference: Difference, place: str) -> Mu
 
 
 def _no_further_out(mutant: Mutant, place: str, value: Exchanged | None) -> Mutant:
-    """By who sees both: of a value that is handed through nothing tells who mistook another for it."""
+    """By who has both: of a value that is handed through nothing tells who mistook another for it."""
     inside = value is not None and lies_in(value.scope, place) and lies_in(place, mutant.scope)
-    return replace(mutant, scope=place) if inside and mutant.kind is ANOTHER_VALUE else mutant
+    has_both = mutant.has_both is not None and lies_in(mutant.has_both, place)
+    return replace(mutant, scope=place) if inside and has_both else mutant
 
 
 def _cases(found: Examination, difference: Difference) -> list[Accused]:

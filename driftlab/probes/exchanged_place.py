@@ -51,7 +51,8 @@ def _where_more_is_done(pair: Pair, place: Place, value: Exchanged) -> Place:
     torch's own does what it does: what is done before or behind it is the affair of who calls it, or made the
     value for it.
     """
-    if place.module and place.module in value.users and not _torchs(pair, place.module):
+    alone = value.users == {place.module}  # of several, to none of which is it given as it is, it is none
+    if place.module and alone and not _torchs(pair, place.module):
         return place  # be it who calls the one that makes it
     around = {user for user in value.users if lies_in(value.scope, user)}
     users = value.users - around

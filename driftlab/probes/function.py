@@ -18,6 +18,7 @@ from driftlab.probes.examination import Examination
 from driftlab.probes.placing import owner, placed
 from driftlab.probes.probe import Probe
 from driftlab.probes.random_streams import after_a_call, draw_apart, drawn_otherwise
+from driftlab.probes.whose_fault import told_apart
 from driftlab.rounding import BEYOND, HALFWAY
 from driftlab.words import FEWER_SAMPLES, FUNCTION, Finding, Place, Verdict
 
@@ -49,7 +50,7 @@ def ask(found: Examination) -> list[Finding]:
     on_few = not wrong and not found.local.wrong(module)
     excess = min(_excess_of(difference, network), BEYOND) * HALFWAY
     says = _arrives(difference, found.local.right(module)) if arrives else _wrong(difference, network)
-    says += _IN_EVALUATION if _same_in_evaluation(found) else ""
+    says += _IN_EVALUATION if _same_in_evaluation(found) else told_apart(found, difference)
     accused = PROBE.finding(excess, Verdict.BUG, says, place)
     more = details(found, located[0] if located else "", difference, few=not wrong, known=why)
     more = "\n".join(filter(None, [more, place.told_by and place.told_by.says]))

@@ -79,19 +79,28 @@ def _or_where_a_call_would(
 ) -> tuple[Place, Difference, str]:
     """The same; or the module of a call, or of a value, whose change makes the outputs what they are.
 
-    Not where a pair of modules is wrong, and it is in it; but a layer that is joined to a norm is not it.
+    Where a pair of modules is wrong, and it is in it, one further in alone, if that has others inside; but a
+    layer that is joined to a norm is not it.
     """
     within = located is not None and lies_in(place.module, located[0]) and not is_joined(found.pair, place)
-    would = None if within else counterfactual(found, difference, place.module)
-    if would is None:
+    if within and not _holds_others(found.pair, place.module):
+        return place, difference, ""
+    would = counterfactual(found, difference, place.module)
+    if would is None or (within and not _further_in(would.scope, place)):
         return place, difference, ""
     if isinstance(would, Exchanged):
         at = where_a_value_would(found.pair, place, would, found.local.right)
+        if within and not _further_in(at.module, place):
+            return place, difference, ""
         return replace(at, told_by=ToldBy.VALUE), difference, ""
     where = f" in `{would.scope}`" if would.scope else ""
     change = replace(place, told_by=ToldBy.CHANGE)  # both names as they were told, if it is that module
     at = change if place.module == would.scope else _at(found.pair, would.scope, place.pass_)
     return at, difference, f"{would.said}{where} would do that"
+
+
+def _further_in(module: str, place: Place) -> bool:
+    return module != place.module and lies_in(module, place.module)
 
 
 def _at(pair: Pair, module: str, pass_: str) -> Place:

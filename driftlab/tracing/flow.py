@@ -85,9 +85,11 @@ class Flow:
         return len(self.values) - 1
 
     def seen(self) -> Seen:
-        seen = Seen()
-        for number, value in enumerate(self.values):  # of a table's rows any lookup could be made
-            seen.add(value.prints, number, whole=value.weight)
+        """What leads to the results: what is made and dropped again nobody goes on with."""
+        seen, leading = Seen(), reached(self.results.values(), lambda at: self.values[at].inputs)
+        for number, value in enumerate(self.values):
+            if number in leading or value.given:  # of a table's rows any lookup could be made
+                seen.add(value.prints, number, whole=value.weight)
         return seen
 
     def uses(self) -> list[list[int]]:

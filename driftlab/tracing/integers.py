@@ -18,8 +18,8 @@ from driftlab.arithmetic.difference import distance
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.pairs import orders
 
-# Values that are compared at most, and pairs that are tried.
-COMPARED, TRIED = 300, 60
+# Values that are compared at most, and pairs that are tried; operations that the candidate may leave out.
+COMPARED, TRIED, STEPS = 300, 60, 2
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,10 @@ class IntegerPair:
 
 
 def integer_pairs(own: Kept, others: Kept) -> list[IntegerPair]:
-    """Those that only one of the two has: the nearest of one size, and of others; the reference's first."""
+    """Those that only one of the two has: the nearest of one size, and of others; the reference's first.
+
+    Or of which the reference makes more by a few operations, and the candidate does not.
+    """
     mine, theirs = _leading(own), _leading(others)
     apart = [
         (distance(own.integers[spot], values), IntegerPair(spot, mine[spot], number, form))
@@ -57,12 +60,27 @@ def integer_pairs(own: Kept, others: Kept) -> list[IntegerPair]:
         for form, values in enumerate(_forms(own.integers[spot], others.integers[number]))
     ]
     alike, repeated = ([one for one in apart if _is_alike(one[1], own, others) is so] for so in (True, False))
-    had, had_there = ({getattr(p, of) for far, p in alike if not far} for of in ("spot", "number"))
+    same = [p for far, p in alike if not far]
+    had, had_there = {p.spot for p in same}, {p.number for p in same}
+    further = {(spot, p.number) for p in same for spot in _made_soon_of(own, p.spot)}
     nearest: list[IntegerPair] = []
     for some in (alike, repeated):
-        left = [(far, p) for far, p in some if far and p.spot not in had and p.number not in had_there]
+        left = [
+            (far, p)
+            for far, p in some
+            if far and p.spot not in had and (p.number not in had_there or (p.spot, p.number) in further)
+        ]
         nearest += [pair for _, pair in sorted(left, key=lambda one: one[0])[:TRIED]]
     return sorted(nearest, key=lambda pair: (pair.spot, pair.number))
+
+
+def _made_soon_of(network: Kept, number: int) -> set[int]:
+    """What a few operations make of a value, which the other network may go on with as it is."""
+    found = last = {number}
+    for _ in range(STEPS):
+        last = {n for at in last for n in network.uses[at]}
+        found = found | last
+    return found - {number}
 
 
 def _is_alike(pair: IntegerPair, own: Kept, others: Kept) -> bool:

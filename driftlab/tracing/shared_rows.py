@@ -19,8 +19,9 @@ from driftlab.tracing.flow import Flow, Value
 from driftlab.tracing.prints import AGREE, Seen, prints, sums
 from driftlab.tracing.rows import Rows
 
-# Of so many values of a size, the first that the other network has not; of so many rows.
-FIRST, MOST = 4, 2048
+# Of so many values of a size, the first that the other network has not; of so many rows, of which the other
+# has one in so many at least.
+FIRST, MOST, SHARE = 4, 2048, 4
 
 Record = Callable[..., Flow]
 BothRows = tuple[Rows | None, Rows | None]
@@ -30,14 +31,14 @@ def rows_of(mine: Record, theirs: Record, own: Flow, other: Flow) -> BothRows:
     """Of reference and candidate; both None where they compute as many rows, or where that is not seen.
 
     By the first values that the other has not: of the first two of which the one is rows of the other, and
-    most of them.
+    not too few of them.
 
     Args:
         mine, theirs: record the two; arguments as of ``Recorder``.
         own, other: their flows.
     """
     lacked = _lacked(own, other.seen()), _lacked(other, own.seen())
-    if not any(min(a, b) < max(a, b) <= 2 * min(a, b) for a in lacked[0] for b in lacked[1]):
+    if not any(min(a, b) < max(a, b) <= SHARE * min(a, b) for a in lacked[0] for b in lacked[1]):
         return None, None
     return kept_rows(_tensors(mine, lacked[0]), _tensors(theirs, lacked[1]))
 
@@ -75,7 +76,7 @@ def kept_rows(own: Iterable[Tensor], others: Sequence[Tensor]) -> BothRows:
         for theirs in others:
             if mine.shape[-1] == theirs.shape[-1] and mine.numel() != theirs.numel():
                 fewer, more = sorted((mine, theirs), key=Tensor.numel)
-                if 2 * fewer.numel() >= more.numel() and (kept := _rows_in(fewer, more)) is not None:
+                if SHARE * fewer.numel() >= more.numel() and (kept := _rows_in(fewer, more)) is not None:
                     rows = Rows(tuple(more.shape[:-1]), kept)
                     return (rows, None) if more is mine else (None, rows)
     return None, None

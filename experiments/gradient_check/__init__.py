@@ -9,10 +9,10 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from driftlab.finite.check import GradientCheck, gradient_check
 from driftlab.finite.decision import Outcome
 from driftlab.finite.differences import LIMIT
 from driftlab.finite.prediction import Law
+from driftlab.gradients import GradientCheck, gradient_check
 from driftlab.process import random_state_kept
 from driftlab.record.seed_record import SeedRecord
 from driftlab.rounding import HALFWAY_BITS

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function, gradcheck
 
-from driftlab.finite.check import gradient_check
+from driftlab.gradients import gradient_check
 from models.resnet import ResNet18
 
 
