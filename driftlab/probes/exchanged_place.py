@@ -24,6 +24,9 @@ def where_a_value_would(pair: Pair, place: Place, value: Exchanged, right: Calla
     """
     if value.besides:
         return _where_more_is_done(pair, place, value)
+    if value.fed and value.scopes == {value.scope} and _torchs(pair, value.scope):  # it does what it does
+        at = _written(pair, _caller(value.scope))
+        return replace(place, module=at, candidate_module=value.candidate_scope)
     several = len(value.scopes) > 1  # where one module makes it all, it is that module
     callers = set(map(_caller, value.scopes)) if several else set()
     if place.module and place.module in value.scopes | callers and not _joined_to(pair, place, value.scope):

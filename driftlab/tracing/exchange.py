@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from driftlab.network.modules import common
 from driftlab.tracing.flow import reached
-from driftlab.tracing.handing import given_otherwise
+from driftlab.tracing.handing import fed_otherwise, given_otherwise
 from driftlab.tracing.integers import integer_pairs
 from driftlab.tracing.joining import Otherwise, joined_otherwise
 from driftlab.tracing.kept import Kept
@@ -46,6 +46,7 @@ class Exchanged:
         one that the same code makes in another turn.
     users: the modules that go on with the reference's value; none where it is a result as well, which what
         they do to it leaves as it is.
+    fed: whether the module that makes it would make the candidate's of another of the candidate's values.
     """
 
     scope: str
@@ -53,6 +54,7 @@ class Exchanged:
     candidate_scope: str
     besides: bool
     users: frozenset[str]
+    fed: bool = False
 
 
 def exchanged(
@@ -87,12 +89,16 @@ def exchanged(
     if found is None or several:
         both = joined_otherwise(own, others, Trial(mine, own, agrees, BEFORE))
         if both is not None and both.spots[0] < spot and (both.cut or len(_scopes(own, both.spots)) <= 1):
-            return _joined(own, others, both)
+            fed = fed_otherwise(own, others, Trial(mine, own, agrees, BEFORE), both.spots, both.number)
+            return replace(_joined(own, others, both), fed=fed)
     if found is None or several or own.joins(int(spot)):
         trial = Trial(mine, own, agrees, BEFORE)
         if (other := given_otherwise(own, others, trial)) is not None:
             return _handed(own, others, *other)
-    return None if several and own.is_a_result(int(spot)) else found
+    if found is None or several:
+        return None if found is None or own.is_a_result(int(spot)) else found
+    fed = fed_otherwise(own, others, Trial(mine, own, agrees, BEFORE), [int(spot)], search.number)
+    return replace(found, fed=fed)
 
 
 def _scopes(own: Kept, spots: Collection[int]) -> set[str]:
@@ -136,7 +142,7 @@ class _Search:
 
     Attributes:
         found: by the first that fits; then by one of those before it, if that fits as well.
-        spot: the number of the reference's value, infinite where there is none.
+        spot, number: of the reference's value, infinite where there is none, and of the candidate's.
     """
 
     def __init__(self, own: Kept, others: Kept, trial: Trial):
@@ -145,6 +151,7 @@ class _Search:
         self._least, self._waits = 0.0, trial.left / 2
         self.found: Exchanged | None = None
         self.spot: float = math.inf
+        self.number = -1
 
     def narrows(self) -> bool:
         """Tries the nearest ones, those first that come first; whether there may be more."""
@@ -175,7 +182,7 @@ class _Search:
 
     def _fits(self, number: int, spot: int, fit: Change) -> set[int]:
         """What the reference makes of its own before that value, and for it alone."""
-        self.found, self.spot = self._exchanged(number, spot, fit), spot
+        self.found, self.spot, self.number = self._exchanged(number, spot, fit), spot, number
         return self._own.before(spot, fit)
 
     def _in_another_order(self, before: set[int]) -> bool:

@@ -60,11 +60,10 @@ class Value:
         return self.made_by[1] in TAKES_PART
 
 
-# Operations that give some of the numbers that they are given.
-TAKES_PART = (
-    *("select", "slice", "split", "split_with_sizes", "unsafe_split", "unbind", "narrow", "diagonal"),
-    *("index", "index_select", "gather"),
-)
+# Operations that give some of the numbers that they are given, where these lie.
+SHOWS_PART = ("select", "slice", "split", "split_with_sizes", "unbind", "narrow", "diagonal")
+# And copies of them.
+TAKES_PART = (*SHOWS_PART, "unsafe_split", "index", "index_select", "gather")
 
 
 @dataclass

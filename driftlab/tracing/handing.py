@@ -7,17 +7,20 @@ used: put in whenever the reference has it, it would change more than the mistak
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from torch import Tensor
 
 from driftlab.network.modules import lies_in
+from driftlab.tracing.flow import reached
+from driftlab.tracing.joining import joined_in_one, nearest
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.trial import Trial, laid_out
 
-# Values where a difference begins, and of the candidate's for each, at most; modules around one.
-BEGUN, OFFERED, AROUND = 8, 12, 3
+# Values where a difference begins, and of the candidate's for each, at most; modules around one; operations
+# that a layer may be written in.
+BEGUN, OFFERED, AROUND, STEPS = 8, 12, 3, 10
 
 # Operations by their numbers, and what each takes.
 _Taken = dict[int, int]
@@ -35,6 +38,47 @@ def given_otherwise(own: Kept, others: Kept, trial: Trial) -> tuple[int, int, st
             if any(trial.gives_theirs({}, given) for given in _given(own, taken, others.tensors[other])):
                 return own.original[source], other, module
     return None
+
+
+def fed_otherwise(own: Kept, others: Kept, trial: Trial, spots: Sequence[int], number: int) -> bool:
+    """Whether the module that makes these values, in a call each, does so of others of the candidate's.
+
+    Of one value that both networks have, so that its own work may be right.
+    """
+    module, sources = own.flow.values[spots[0]].scope, [_only_source(own, spot) for spot in spots]
+    if not all(source in own.tensors and own.shared[source] for source in sources):
+        return False
+    mine = joined_in_one(own, sources)
+    taken = {
+        n: i for source in sources for n, i in next(_in_modules(own, module, source), ("", {}))[1].items()
+    }
+    if mine is None or not taken:
+        return False
+    for other in islice(_steps_before(others, number, mine.tensor.numel()), OFFERED):
+        parts = mine.parts(own, nearest(mine.tensor, others.tensors[other]))
+        given = {n: (own.tensors[i], parts[own.original[i]]) for n, i in taken.items()}
+        if trial.gives_theirs({}, given):
+            return True
+    return False
+
+
+def _only_source(own: Kept, spot: int) -> int:
+    """The one value besides weights that the module that makes ``spot`` makes it of; -1 of several."""
+    values, module = own.flow.values, own.flow.values[spot].scope
+    inside = reached([spot], lambda at: [i for i in values[at].inputs if values[i].scope == module])
+    outside = {own.original[i] for n in inside for i in values[n].inputs if not values[i].weight} - inside
+    return outside.pop() if len(outside) == 1 else -1
+
+
+def _steps_before(others: Kept, number: int, size: int) -> Iterator[int]:
+    """What a value is made of by a few operations, of that size; the last first."""
+    last, seen = {number}, {number}
+    for _ in range(STEPS):
+        last = {i for n in last for i in others.flow.values[n].inputs} - seen
+        seen |= last
+        yield from (
+            n for n in sorted(last, reverse=True) if n in others.tensors and others.tensors[n].numel() == size
+        )
 
 
 def _offered(others: Kept) -> list[int]:

@@ -64,7 +64,7 @@ class Otherwise:
 def joined_otherwise(own: Kept, others: Kept, trial: Trial) -> Otherwise | None:
     """The first of the reference's values for which the candidate's make its results; None where none do."""
     for mine, theirs in _pairs(own, others):
-        values = _nearest(mine.tensor, theirs.tensor)
+        values = nearest(mine.tensor, theirs.tensor)
         size = float(torch.linalg.vector_norm(mine.tensor))
         if distance(mine.tensor, values) > AGREE * size and trial.gives_theirs(mine.parts(own, values)):
             apart = (values - mine.tensor).abs() > AGREE * mine.tensor.abs().max()
@@ -81,7 +81,7 @@ def _pairs(own: Kept, others: Kept) -> Iterator[tuple[Joined, Joined]]:
     for mine, theirs in sorted(both, key=lambda b: (max(own.depth[n] for n in b[0].numbers), b[0].numbers)):
         if mine.numbers[-1] in before:
             alike = (t for t in theirs if t.tensor.numel() == mine.tensor.numel())
-            far = [(distance(mine.tensor, _nearest(mine.tensor, t.tensor)), t.numbers, t) for t in alike]
+            far = [(distance(mine.tensor, nearest(mine.tensor, t.tensor)), t.numbers, t) for t in alike]
             yield from ((mine, one) for _, _, one in sorted(far, key=itemgetter(0, 1))[:NEAREST])
 
 
@@ -92,6 +92,13 @@ def _joined(kept: Kept) -> Iterator[Joined]:
             tensors = [kept.tensors[n] for n in numbers]
             if (found := _along_one_axis(tensors)) is not None:
                 yield Joined(tuple(numbers), *found)
+
+
+def joined_in_one(kept: Kept, numbers: Sequence[int]) -> Joined | None:
+    """These, or the one; None where they cannot be joined."""
+    tensors = [kept.tensors[n] for n in numbers]
+    found = _along_one_axis(tensors) if len(tensors) > 1 else (tensors[0], -1)
+    return None if found is None else Joined(tuple(numbers), *found)
 
 
 def _along_one_axis(tensors: Sequence[Tensor]) -> tuple[Tensor, int] | None:
@@ -113,7 +120,7 @@ def _flat(tensor: Tensor, dims: int) -> Tensor:
     return tensor.flatten(-2) if tensor.dim() > max(dims, 1) else tensor
 
 
-def _nearest(like: Tensor, values: Tensor) -> Tensor:
+def nearest(like: Tensor, values: Tensor) -> Tensor:
     """With its axes in the order that brings it nearest."""
     shaped = (values.permute(order).reshape(like.shape) for order in orders(like, values))
     return min(shaped, key=lambda one: distance(like, one))

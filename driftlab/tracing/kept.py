@@ -11,7 +11,7 @@ from torch import Tensor
 from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.shadow import plain
 from driftlab.blame import callers
-from driftlab.tracing.flow import Flow, Value, reached
+from driftlab.tracing.flow import SHOWS_PART, Flow, Value, reached
 from driftlab.tracing.prints import Prints, prints, same_numbers
 from driftlab.tracing.rows import Rows
 from driftlab.tracing.running import Again
@@ -181,8 +181,10 @@ class Kept:
         As far as it leads to a value, which is one of these.
         """
         values = self.flow.values
-        ends = {self.flow.results[end] for end in self.steady}.difference(others)
-        past = reached(ends, lambda n: [i for i in values[n].inputs if i not in others])
+        # what is written into a part is written into the whole
+        changed = reached(others, lambda n: values[n].inputs if values[n].made_by[1] in SHOWS_PART else ())
+        ends = {self.flow.results[end] for end in self.steady} - changed
+        past = reached(ends, lambda n: [i for i in values[n].inputs if i not in changed])
         lacked = reached([number], self._lacked_whole)
         return (lacked | {i for n in lacked for i in values[n].inputs if i in self._offered}) - past
 

@@ -89,7 +89,7 @@ class AtOnce(FlatPort):
         angles = torch.cat([turns.cos(), turns.sin()], -1)
         for i in range(BLOCKS):
             mixed = x + torch.tanh(self.linear(f"blocks_{i}_mix", self.norm(f"blocks_{i}_first", x) * angles))
-            read = self.norm(f"blocks_{i}_second", x)
+            read = self.norm(f"blocks_{i}_second", mixed if self.fault == "in turn" and i == 1 else x)
             x = torch.tanh(mixed + (self.mlp(i, read) if self.training else self.in_pieces(i, read)))
         return {"logits": self.linear("head", x[:, PROMPT:].mean(1)), "state": x[:, :PROMPT].mean(1)}
 
@@ -104,6 +104,7 @@ def loss(outputs, target):
         ("", None, None),
         ("speeds", "angles", "forward"),
         ("tail", "blocks.2.mlp", "eval"),
+        ("in turn", "blocks.1", "forward"),  # whose second norm does what it does, of something else
     ],
 )
 def test_what_is_computed_at_once_stands_for_all_calls(fault, module, pass_):
