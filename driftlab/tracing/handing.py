@@ -95,8 +95,8 @@ def _takers(own: Kept) -> Iterator[tuple[int, str | None, _Taken]]:
     values, before = own.flow.values, own.flow.before_the_loss()
     for number in [n for n in own.begun if n in before][:BEGUN]:
         for source in values[number].inputs:
-            if source not in own.tensors or values[source].weight:
-                continue
+            if source not in own.tensors or values[source].weight or not own.shared[source]:
+                continue  # what the candidate has not was mistaken before
             if own.joins(number):
                 yield source, None, {values[number].made_by[0]: source}
             for module, taken in _in_modules(own, values[number].scope, source):
