@@ -27,7 +27,7 @@ from driftlab.tracing.pairs import Pairs
 from driftlab.tracing.prints import same_numbers
 from driftlab.tracing.running import Again
 from driftlab.tracing.shared_rows import BothRows
-from driftlab.tracing.trial import Agrees, Change, Trial
+from driftlab.tracing.trial import Agrees, Change, Trial, laid_out
 
 # Runs in which a value before one that fits is looked for, and one for a single taker; pairs soon after what
 # both have, at a time.
@@ -182,8 +182,12 @@ class _Search:
 
     def _fits(self, number: int, spot: int, fit: Change) -> set[int]:
         """What the reference makes of its own before that value, and for it alone."""
-        self.found, self.spot, self.number = self._exchanged(number, spot, fit), spot, number
-        return self._own.before(spot, fit)
+        before = self._own.before(spot, fit)
+        moved = self._own.left_out(before)
+        if moved and any(self._trial.gives_theirs({**moved, **values}) for values in laid_out(fit)):
+            before = self._own.before(spot, fit, alone=False)  # a way that it takes elsewhere ends on the way
+        self.found, self.spot, self.number = self._exchanged(number, spot, before), spot, number
+        return before
 
     def _in_another_order(self, before: set[int]) -> bool:
         """Whether one before it fits that both have but for its order, which the prints do not tell."""
@@ -214,7 +218,7 @@ class _Search:
             if all(one.numel() == other.numel() and other.dim() == axes for one, other in change.values()):
                 yield change
 
-    def _exchanged(self, number: int, spot: int, fit: Change) -> Exchanged:
+    def _exchanged(self, number: int, spot: int, before: Collection[int]) -> Exchanged:
         """What was made may pass through others unchanged, or be taken out of what was made.
 
         Of one that both have but for its order that is where it got its order, done to it besides.
@@ -224,7 +228,7 @@ class _Search:
         turned = same_numbers(values[spot].prints, theirs.prints)
         made = own.written(spot if turned else own.original[spot])
         whole = own.written(own.taken_from(made))
-        lacked = (n for n in own.before(spot, fit) if n == spot or not own.has_whole(n))
+        lacked = (n for n in before if n == spot or not own.has_whole(n))
         made_there = {n for n in lacked if values[n].made_by[0] and values[n].prints is not None}
         scopes = frozenset(values[n].scope for n in made_there | ({whole} - {made}))
         used = () if turned or own.is_a_result(made) else own.users(made)

@@ -16,8 +16,8 @@ from driftlab.tracing.prints import Prints, prints, same_numbers
 from driftlab.tracing.rows import Rows
 from driftlab.tracing.running import Again
 
-# Numbers that are kept at most.
-LARGEST = 2e7
+# Numbers that are kept at most; times what a value is moved.
+LARGEST, MOVED = 2e7, 1 + 2.0**-10
 
 
 class Kept:
@@ -175,18 +175,25 @@ class Kept:
         value = self.flow.values[number]
         return self._made[value.scope, *value.made_by[1:], number in self.integers]
 
-    def before(self, number: int, others: Collection[int]) -> set[int]:
+    def before(self, number: int, others: Collection[int], alone: bool = True) -> set[int]:
         """What the other network has not, or might have in another order, and goes into ``others`` alone.
 
-        As far as it leads to a value, which is one of these.
+        As far as it leads to a value, which is one of these. Not ``alone``: what goes elsewhere as well.
         """
         values = self.flow.values
+        lacked = reached([number], self._lacked_whole)
+        lacked |= {i for n in lacked for i in values[n].inputs if i in self._offered}
+        if not alone:
+            return lacked
         # what is written into a part is written into the whole
         changed = reached(others, lambda n: values[n].inputs if values[n].made_by[1] in SHOWS_PART else ())
         ends = {self.flow.results[end] for end in self.steady} - changed
-        past = reached(ends, lambda n: [i for i in values[n].inputs if i not in changed])
-        lacked = reached([number], self._lacked_whole)
-        return (lacked | {i for n in lacked for i in values[n].inputs if i in self._offered}) - past
+        return lacked - reached(ends, lambda n: [i for i in values[n].inputs if i not in changed])
+
+    def left_out(self, before: Collection[int]) -> dict[int, Tensor]:
+        """What these are made of that the other has not and goes elsewhere as well, moved a little."""
+        read = {i for n in before for i in self.flow.values[n].inputs if not self.shared[i]}
+        return {i: self.tensors[i] * MOVED for i in sorted(read.difference(before)) if i in self.tensors}
 
     def _lacked_whole(self, number: int) -> list[int]:
         return [i for i in self.flow.values[number].inputs if not self.has_whole(i)]
