@@ -24,6 +24,7 @@ WRITTEN = (
     *("first", "second", "third", "fourth", "fifth", "sixth"),
     *("seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth", "thirteenth", "fourteenth"),
     *("fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth", "twentieth"),
+    "twenty_first",
 )
 
 
@@ -129,7 +130,10 @@ def _told(*both: Sequence[Rate]) -> list[str]:
 def _sets(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     """All of them, and the parts of them that are not all."""
     parts = {name: [o for o in outcomes if o.held_out is held] for name, held in SETS.items()}
-    parts |= {f"{word} set": [o for o in outcomes if o.task.startswith(f"{word}_")] for word in WRITTEN}
+    parts |= {
+        f"{word.replace('_', '-')} set": [o for o in outcomes if o.task.startswith(f"{word}_")]
+        for word in WRITTEN
+    }
     parts = {name: chosen for name, chosen in parts.items() if 0 < len(chosen) < len(outcomes)}
     return {ALL: [*outcomes]} | parts if outcomes else {}
 
