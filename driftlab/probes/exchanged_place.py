@@ -62,7 +62,7 @@ def _where_more_is_done(pair: Pair, place: Place, value: Exchanged) -> Place:
     module = next(iter(users)) if len(users) == 1 else value.scope
     if users and around:  # who hands it on goes on with it as well
         module = max(around, key=len)
-    if _torchs(pair, module):
+    if _torchs(pair, module) and not (value.inside and module == value.scope):
         module = value.scope if lies_in(module, value.scope) and module != value.scope else _caller(module)
     return replace(place, module=_written(pair, module), candidate_module=value.candidate_scope)
 

@@ -63,12 +63,10 @@ def placed(
         place, difference = _placed(found, module, wrong, located)
         known = (module, place.module) if stop.of_weight else (place.module, module)
         told = [m for m in known if m in stop.between and m != stop.scope]
-        around = [m for m in stop.between - {stop.scope} if lies_in(place.module, m)]
-        told = told or ([max(around, key=len)] if around and not stop.of_weight else [])
         if told and told[0] == place.module:
             return replace(place, told_by=ToldBy.CHANGE), difference, stop.words
         if told:
-            return _at(found.pair, told[0], pass_), _largest(wrong), stop.words
+            return _at(found.pair, module, pass_), _largest(wrong), stop.words
         if len(stop.between) > 1 and (inner := parted_inside(found, at.module, wrong)):
             return _at(found.pair, inner.module, pass_), _largest(wrong), stop.words
         if place.module == at.module and at.candidate_module is None:

@@ -46,6 +46,7 @@ class Exchanged:
         one that the same code makes in another turn.
     users: the modules that go on with the reference's value; none where it is a result as well, which what
         they do to it leaves as it is.
+    inside: whether the module that makes the reference's value goes on with it, and no other.
     fed: whether the module that makes it would make the candidate's of another of the candidate's values.
     """
 
@@ -54,6 +55,7 @@ class Exchanged:
     candidate_scope: str
     besides: bool
     users: frozenset[str]
+    inside: bool = False
     fed: bool = False
 
 
@@ -95,8 +97,10 @@ def exchanged(
         trial = Trial(mine, own, agrees, BEFORE)
         if (other := given_otherwise(own, others, trial)) is not None:
             return _handed(own, others, *other)
-    if found is None or several:
-        return None if found is None or own.is_a_result(int(spot)) else found
+    if found is None or (several and own.is_a_result(int(spot))):
+        return None
+    if several:
+        return found
     fed = fed_otherwise(own, others, Trial(mine, own, agrees, BEFORE), [int(spot)], search.number)
     return replace(found, fed=fed)
 
@@ -231,9 +235,11 @@ class _Search:
         lacked = (n for n in before if n == spot or not own.has_whole(n))
         made_there = {n for n in lacked if values[n].made_by[0] and values[n].prints is not None}
         scopes = frozenset(values[n].scope for n in made_there | ({whole} - {made}))
-        used = () if turned or own.is_a_result(made) else own.users(made)
-        users = frozenset(values[n].scope for n in used)
+        used = set[int]() if own.is_a_result(made) else own.users(made)
+        goes_on = {values[n].scope for n in used}
+        users = frozenset() if turned else frozenset(goes_on)
         besides = own.shared[made] and not (others.shared[number] and not own.seen.find_whole(theirs.prints))
         made_once = len(others.seen.find_whole(theirs.prints)) == 1  # not once more, where it is kept
         besides = besides or (made_once and own.in_another_turn(made, theirs.prints))
-        return Exchanged(values[whole].scope, scopes, theirs.scope, besides or turned, users)
+        scope = values[whole].scope
+        return Exchanged(scope, scopes, theirs.scope, besides or turned, users, goes_on == {scope})
