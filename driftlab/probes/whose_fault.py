@@ -67,7 +67,7 @@ def _read(found: Examination, pass_: str) -> tuple[dict[str, Tensor], dict[str, 
     mine, theirs = read_both(
         networks, found.whole, "float64", pair.comparable, evaluate=pass_ == "eval", **options
     )
-    return mine[pass_], theirs[pass_]
+    return mine.get(pass_, {}), theirs.get(pass_, {})
 
 
 def _apart(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

@@ -191,9 +191,14 @@ class Kept:
         return lacked - reached(ends, lambda n: [i for i in values[n].inputs if i not in changed])
 
     def left_out(self, before: Collection[int]) -> dict[int, Tensor]:
-        """What these are made of that the other has not and goes elsewhere as well, moved a little."""
-        read = {i for n in before for i in self.flow.values[n].inputs if not self.shared[i]}
-        return {i: self.tensors[i] * MOVED for i in sorted(read.difference(before)) if i in self.tensors}
+        """What these are made of that the other has not and goes elsewhere as well, moved a little.
+
+        None of it, where it cannot all be moved.
+        """
+        values = self.flow.values
+        read = {i for n in before for i in values[n].inputs if not self.shared[i]}.difference(before)
+        movable = all(i in self.tensors and values[i].made_by[0] for i in read)
+        return {i: self.tensors[i] * MOVED for i in sorted(read)} if movable else {}
 
     def _lacked_whole(self, number: int) -> list[int]:
         return [i for i in self.flow.values[number].inputs if not self.has_whole(i)]
