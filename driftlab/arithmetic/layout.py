@@ -1,11 +1,11 @@
-"""Every operation on tensors whose numbers lie in memory in their usual order."""
+"""Every operation on tensors whose numbers lie in memory in their usual order; how many numbers there are."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from driftlab.network.calling import each_tensor
+from driftlab.network.calling import each_tensor, tensors_in
 from driftlab.network.compiled import DispatchMode
 
 
@@ -21,6 +21,19 @@ class UsualLayout(DispatchMode):
         if not any(one.alias_info for one in (*schema.arguments, *schema.returns)):
             args, kwargs = each_tensor(_laid_out, (args, kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+class Counted(DispatchMode):
+    """Counts the ``numbers`` that all operations inside give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.numbers += sum(t.numel() for t in tensors_in(out))
+        return out
 
 
 def _laid_out(tensor: Tensor) -> Tensor:
