@@ -46,7 +46,8 @@ class Exchanged:
         one that the same code makes in another turn.
     users: the modules that go on with the reference's value; none where it is a result as well, which what
         they do to it leaves as it is.
-    inside: whether the module that makes the reference's value goes on with it, and no other.
+    inside: whether the module that makes the reference's value goes on with it, and no other; not of what is
+        made of weights alone.
     fed: whether the module that makes it would make the candidate's of another of the candidate's values.
     """
 
@@ -242,4 +243,5 @@ class _Search:
         made_once = len(others.seen.find_whole(theirs.prints)) == 1  # not once more, where it is kept
         besides = besides or (made_once and own.in_another_turn(made, theirs.prints))
         scope = values[whole].scope
-        return Exchanged(scope, scopes, theirs.scope, besides or turned, users, goes_on == {scope})
+        inside = goes_on == {scope} and not values[whole].weight
+        return Exchanged(scope, scopes, theirs.scope, besides or turned, users, inside)

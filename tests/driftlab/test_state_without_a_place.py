@@ -37,8 +37,9 @@ class OneVector(nn.Module):
         if self.training:
             self.calls += 1
             self.average.copy_(0.5 * (self.average + self.fc.weight.detach().T.flatten()))
-        slow = self.average.view(6, 8).T
-        out = self.head(torch.tanh(self.fc(x)) + torch.tanh(F.linear(x, slow)))
+        slow = self.average.view(6, 8)
+        slowly = x[:, :3] @ slow[:3] + x[:, 3:] @ slow[3:]  # in another order on every CPU
+        out = self.head(torch.tanh(self.fc(x)) + torch.tanh(slowly))
         return out * (1.001 if self.last is not None and self.calls > self.last else 1.0)
 
 
