@@ -10,7 +10,6 @@ import torch
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import BACKWARD
 from driftlab.arithmetic.naming import LOSS
-from driftlab.arithmetic.quantities import read_both
 from driftlab.blame import unless_ours
 from driftlab.mistakes.accused import Accused, are_theirs
 from driftlab.mistakes.fitting import fitting
@@ -43,7 +42,7 @@ def gradient_stop(found: Examination, wrong: list[Difference]) -> Stop | None:
     with unless_ours():  # a module may take no hooks, a function may not be watched
         mine, theirs = (
             {n: t.cpu() for pass_ in BACKWARD for n, t in read[pass_].items()}
-            for read in _both(found, arithmetic, evaluate=False)
+            for read in found.read(arithmetic, evaluate=False)
         )
         lacks = {n: mine[n] - theirs[n] for n in mine.keys() & theirs.keys() - buffers}
         return stopped(pair.reference, whole, arithmetic, pair.seed, lacks)
@@ -103,7 +102,7 @@ def _cases(found: Examination, difference: Difference) -> list[Accused]:
     arithmetic, pair, pass_ = _faster(found, [difference]), found.pair, difference.pass_
     if arithmetic is None or pass_ not in FORWARD:
         return []
-    mine, theirs = (read[pass_] for read in _both(found, arithmetic, evaluate=pass_ == "eval"))
+    mine, theirs = (read[pass_] for read in found.read(arithmetic, evaluate=pass_ == "eval"))
     wrong = {d.name: d for d in found.network.differences if d.pass_ == pass_ and d.name in mine}
     order = sorted(wrong, key=lambda name: (name == LOSS, name != difference.name))
     return [
@@ -117,13 +116,6 @@ def _faster(found: Examination, wrong: list[Difference]) -> str | None:
     """Plain float64 where that shows what is wrong as well; else the exact arithmetic, if there is one."""
     shown = found.float64 and all(d.excess("float64") > 1 for d in wrong)
     return "float64" if found.exact_arithmetic and shown else found.exact_arithmetic
-
-
-def _both(found: Examination, arithmetic: str, evaluate: bool) -> tuple[dict, dict]:
-    """What the two give, by the reference's names."""
-    pair = found.pair
-    options = {"seed": pair.seed, "evaluate": evaluate, "outputs": pair.outputs}
-    return read_both((pair.reference, pair.candidate), found.whole, arithmetic, pair.comparable, **options)
 
 
 def _untied(pair: Pair, name: str) -> bool:

@@ -10,6 +10,7 @@ from functools import cached_property
 from driftlab.arithmetic.comparison import Comparison, compare
 from driftlab.arithmetic.local import Local, local_calls
 from driftlab.arithmetic.passes import CannotRunError, Recorded, on_batch, run
+from driftlab.arithmetic.quantities import read_both
 from driftlab.blame import is_ours
 from driftlab.network.compiled import compiling, eager
 from driftlab.network.pair import Pair
@@ -61,6 +62,12 @@ class Examination:
     def start(self) -> list[Start]:
         """What differs before any training."""
         return start_differences(self.pair.reference, self.pair.candidate, self.pair.fold)
+
+    def read(self, arithmetic: str, evaluate: bool) -> tuple[dict, dict]:
+        """What the two give, by the reference's names."""
+        pair = self.pair
+        options = {"seed": pair.seed, "evaluate": evaluate, "outputs": pair.outputs}
+        return read_both((pair.reference, pair.candidate), self.whole, arithmetic, pair.comparable, **options)
 
     @property
     def float64(self) -> bool:

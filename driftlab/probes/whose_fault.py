@@ -10,7 +10,6 @@ from driftlab.arithmetic.difference import Difference, distance, finite_norm
 from driftlab.arithmetic.layout import Counted, UsualLayout
 from driftlab.arithmetic.locating import BACKWARD
 from driftlab.arithmetic.passes import run
-from driftlab.arithmetic.quantities import read_both
 from driftlab.blame import unless_ours
 from driftlab.finite.decision import Outcome, decided
 from driftlab.finite.point import Point
@@ -74,14 +73,8 @@ def _by_layout(found: Examination, pass_: str) -> str | None:
     return changed[0] if len(changed) == 1 else None
 
 
-def _read(found: Examination, pass_: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What the two give, by the reference's names."""
-    pair = found.pair
-    networks, options = (pair.reference, pair.candidate), {"seed": pair.seed, "outputs": pair.outputs}
-    mine, theirs = read_both(
-        networks, found.whole, "float64", pair.comparable, evaluate=pass_ == "eval", **options
-    )
-    return mine.get(pass_, {}), theirs.get(pass_, {})
+def _read(found: Examination, pass_: str) -> list[dict[str, Tensor]]:
+    return [read.get(pass_, {}) for read in found.read("float64", evaluate=pass_ == "eval")]
 
 
 def _apart(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

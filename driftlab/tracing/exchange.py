@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from driftlab.network.modules import common
@@ -48,7 +49,8 @@ class Exchanged:
         they do to it leaves as it is.
     inside: whether the module that makes the reference's value goes on with it, and no other; not of what is
         made of weights alone.
-    fed: whether the module that makes it would make the candidate's of another of the candidate's values.
+    fed: whether the module that makes it would make the candidate's of another of the candidate's values; not
+        asked where something is done besides.
     """
 
     scope: str
@@ -80,29 +82,29 @@ def exchanged(
         return None
     own.compare(others)
     others.compare(own)
-    search = _Search(own, others, Trial(mine, own, agrees))
+    trial = partial(Trial, mine, own, agrees)
+    search = _Search(own, others, trial())
     while search.narrows():
         pass
     if search.found is None:
-        search.turns(Trial(mine, own, agrees, BEFORE))
-    if (index := _integers(own, others, Trial(mine, own, agrees), search.spot)) is not None:
+        search.turns(trial(BEFORE))
+    if (index := _integers(own, others, trial(), search.spot)) is not None:
         return index
     found, spot = search.found, search.spot
     several = found is not None and len(found.scopes) > 1
     if found is None or several:
-        both = joined_otherwise(own, others, Trial(mine, own, agrees, BEFORE))
+        both = joined_otherwise(own, others, trial(BEFORE))
         if both is not None and both.spots[0] < spot and (both.cut or len(_scopes(own, both.spots)) <= 1):
-            fed = fed_otherwise(own, others, Trial(mine, own, agrees, BEFORE), both.spots, both.number)
+            fed = not both.cut and fed_otherwise(own, others, trial(BEFORE), both.spots, both.number)
             return replace(_joined(own, others, both), fed=fed)
-    if found is None or several or own.joins(int(spot)):
-        trial = Trial(mine, own, agrees, BEFORE)
-        if (other := given_otherwise(own, others, trial)) is not None:
-            return _handed(own, others, *other)
+    asked = found is None or several or own.joins(int(spot))
+    if asked and (other := given_otherwise(own, others, trial(BEFORE))) is not None:
+        return _handed(own, others, *other)
     if found is None or (several and own.is_a_result(int(spot))):
         return None
-    if several:
+    if several or found.besides:
         return found
-    fed = fed_otherwise(own, others, Trial(mine, own, agrees, BEFORE), [int(spot)], search.number)
+    fed = fed_otherwise(own, others, trial(BEFORE), [int(spot)], search.number)
     return replace(found, fed=fed)
 
 

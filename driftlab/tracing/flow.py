@@ -7,7 +7,7 @@ has its place as well as what its parts compute.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -84,12 +84,16 @@ class Flow:
         return len(self.values) - 1
 
     def seen(self) -> Seen:
-        """What leads to the results: what is made and dropped again nobody goes on with."""
-        seen, leading = Seen(), reached(self.results.values(), lambda at: self.values[at].inputs)
+        """Of what leads to the results: what is made and dropped again nobody goes on with."""
+        seen, leading = Seen(), self.leading()
         for number, value in enumerate(self.values):
             if number in leading or value.given:  # of a table's rows any lookup could be made
                 seen.add(value.prints, number, whole=value.weight)
         return seen
+
+    def leading(self) -> set[int]:
+        """What leads to the results."""
+        return reached(self.results.values(), lambda at: self.values[at].inputs)
 
     def uses(self) -> list[list[int]]:
         """Of each value, those that were made of it."""
@@ -118,6 +122,15 @@ def reached(begin: Iterable[int], onward: Callable[[int], Iterable[int]]) -> set
             found.add(at)
             waiting += onward(at)
     return found
+
+
+def in_steps(begin: int, onward: Callable[[int], Iterable[int]], steps: int) -> Iterator[set[int]]:
+    """The values that one comes by from one in one step, in two, and so on; each once."""
+    last, seen = {begin}, {begin}
+    for _ in range(steps):
+        last = {n for at in last for n in onward(at)} - seen
+        seen |= last
+        yield last
 
 
 class Recorder(DispatchMode):

@@ -13,7 +13,7 @@ from itertools import islice
 from torch import Tensor
 
 from driftlab.network.modules import lies_in
-from driftlab.tracing.flow import reached
+from driftlab.tracing.flow import in_steps, reached
 from driftlab.tracing.joining import joined_in_one, nearest
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.trial import Trial, laid_out
@@ -72,12 +72,9 @@ def _only_source(own: Kept, spot: int) -> int:
 
 def _steps_before(others: Kept, number: int, size: int) -> Iterator[int]:
     """What a value is made of by a few operations, of that size; the last first."""
-    last, seen = {number}, {number}
-    for _ in range(STEPS):
-        last = {i for n in last for i in others.flow.values[n].inputs} - seen
-        seen |= last
+    for made in in_steps(number, lambda n: others.flow.values[n].inputs, STEPS):
         yield from (
-            n for n in sorted(last, reverse=True) if n in others.tensors and others.tensors[n].numel() == size
+            n for n in sorted(made & others.tensors.keys(), reverse=True) if others.tensors[n].numel() == size
         )
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from driftlab.arithmetic.difference import distance
+from driftlab.tracing.flow import in_steps
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.pairs import orders
 
@@ -62,7 +63,9 @@ def integer_pairs(own: Kept, others: Kept) -> list[IntegerPair]:
     alike, repeated = ([one for one in apart if _is_alike(one[1], own, others) is so] for so in (True, False))
     same = [p for far, p in alike if not far]
     had, had_there = {p.spot for p in same}, {p.number for p in same}
-    further = {(spot, p.number) for p in same for spot in _made_soon_of(own, p.spot)}
+    # what a few operations make of it, where the other network may go on with it as it is
+    soon = ((p, in_steps(p.spot, own.uses.__getitem__, STEPS)) for p in same)
+    further = {(spot, p.number) for p, made in soon for spots in made for spot in spots}
     nearest: list[IntegerPair] = []
     for some in (alike, repeated):
         left = [
@@ -72,15 +75,6 @@ def integer_pairs(own: Kept, others: Kept) -> list[IntegerPair]:
         ]
         nearest += [pair for _, pair in sorted(left, key=lambda one: one[0])[:TRIED]]
     return sorted(nearest, key=lambda pair: (pair.spot, pair.number))
-
-
-def _made_soon_of(network: Kept, number: int) -> set[int]:
-    """What a few operations make of a value, which the other network may go on with as it is."""
-    found = last = {number}
-    for _ in range(STEPS):
-        last = {n for at in last for n in network.uses[at]}
-        found = found | last
-    return found - {number}
 
 
 def _is_alike(pair: IntegerPair, own: Kept, others: Kept) -> bool:

@@ -88,10 +88,8 @@ def _pairs(own: Kept, others: Kept) -> Iterator[tuple[Joined, Joined]]:
 def _joined(kept: Kept) -> Iterator[Joined]:
     """What each line of a module makes in several calls, of which the other network lacks one."""
     for numbers in kept.made_in_turn():
-        if not all(kept.shared[n] for n in numbers):
-            tensors = [kept.tensors[n] for n in numbers]
-            if (found := _along_one_axis(tensors)) is not None:
-                yield Joined(tuple(numbers), *found)
+        if not all(kept.shared[n] for n in numbers) and (found := joined_in_one(kept, numbers)) is not None:
+            yield found
 
 
 def joined_in_one(kept: Kept, numbers: Sequence[int]) -> Joined | None:

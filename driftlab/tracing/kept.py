@@ -242,7 +242,7 @@ class Kept:
     @cached_property
     def leading(self) -> set[int]:
         """What leads to the results."""
-        return reached(self.flow.results.values(), lambda at: self.flow.values[at].inputs)
+        return self.flow.leading()
 
     @cached_property
     def steady(self) -> set[str]:
