@@ -19,6 +19,7 @@ from driftlab.arithmetic.passes import CannotRunError, Recorded
 from driftlab.arithmetic.sizes import batch_of, other_sizes, other_values, with_gradients, without_ties, zeros
 from driftlab.blame import unless_ours
 from driftlab.fold.layout import FoldError
+from driftlab.rounding import UNIT_ROUND_OFF
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def _others(
 
 def _compared(local: Local, name: str, inputs: str, call: Recorded, passes, found: Rewritten) -> None:
     options = {"prefixes": local.prefixes(name), "seed": local.seed, "evaluate": False}
+    options["judged"] = local.judged
     try:
         compared = compare(*local.pair(name), call, local.read, **options)
     except CannotRunError as error:
@@ -113,8 +115,12 @@ def _only_ties(local: Local, name: str, wrong: list, call: Recorded) -> bool:
 
 
 def _wrong(compared: Comparison) -> list:
-    """Overflow of float32 on inputs that nobody gave it is no fault of the function."""
-    return [d for d in compared.wrong() if not d.overflows]
+    """Overflow of float32 on inputs that nobody gave it is no fault of the function.
+
+    Nor is what float32 has no room for: no training will ever show it.
+    """
+    unit = UNIT_ROUND_OFF["float64" if compared.judged == "float64" else "float32"]
+    return [d for d in compared.wrong() if not (d.overflows or d.relative < unit)]
 
 
 def _integers(local: Local, name: str, call: Recorded, found: Rewritten) -> None:

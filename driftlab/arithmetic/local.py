@@ -8,7 +8,7 @@ candidate's module gets the same. What differs then, arose there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -137,12 +137,21 @@ class Local:
         found = self._sequences[name].wrong() if self._sequences[name] else []
         return found[0] if found and found[0].pass_ != "input gradient" else None
 
-    def right(self, name: str) -> bool:
-        """Whether it is known to be right by itself; nothing is known of what the candidate does not call."""
+    def right(self, name: str, pass_: str = "forward") -> bool:
+        """Whether it is known to be right by itself; nothing is known of what the candidate does not call.
+
+        In eval mode with all that it gives, of which training may make no use.
+        """
         paired = name in self.counterparts and bool(self.calls.get(name))
         if paired and self.theirs is not None and not self.theirs.get(self.counterparts[name]):
             return False
-        return paired and bool(self.comparisons(name)) and self.wrong(name) is None
+        right = paired and bool(self.comparisons(name)) and self.wrong(name) is None
+        return right and not (pass_ == "eval" and self._gives_another(name))
+
+    def _gives_another(self, name: str) -> bool:
+        """Whether it is wrong in what no gradient came back to."""
+        calls = [replace(c, gradients=dict.fromkeys(c.gradients)) for c in self.calls[name]]
+        return any(c.wrong() for call in calls if (c := self._compare(name, call)))
 
     def _compare(self, name: str, call: Recorded) -> Comparison | None:
         mine, theirs = self.pair(name)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from driftlab.arithmetic.draws import DRAWING, drawn
+from driftlab.arithmetic.softplus import softplus, softplus_backward
 from driftlab.process.cuda_kernels import hard_sigmoid_backward
 
 WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128, torch.complex64: torch.complex128}
@@ -25,8 +26,12 @@ _GRIDS = (
     _aten.fake_quantize_per_tensor_affine_cachemask.default,
     _aten.fake_quantize_per_channel_affine_cachemask.default,
 )
-# torch's own kernel holds its 1/6 in float32, in float64 too.
-_EXACT = {_aten.hardsigmoid_backward.default: hard_sigmoid_backward}
+# What torch's own kernels compute for float32, in float64 too: the 1/6 of a hard sigmoid, a softplus's end.
+_EXACT = {
+    _aten.hardsigmoid_backward.default: hard_sigmoid_backward,
+    _aten.softplus.default: softplus,
+    _aten.softplus_backward.default: softplus_backward,
+}
 _BITWISE = {"bitwise_and", "bitwise_or", "bitwise_xor", "__rshift__", "__lshift__", "__and__", "__or__"}
 _BITWISE |= {f"{name}_" for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "add", "sub")}
 _BITWISE |= {"bitwise_left_shift", "bitwise_right_shift", "add", "sub", "detach", "alias", "clone"}

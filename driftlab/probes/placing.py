@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from statistics import median
 
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import BACKWARD, SAME_BORDERS, first_wrong
 from driftlab.fold import Fold
+from driftlab.mistakes.stopped import Stop
 from driftlab.network.modules import called, common_parent, lies_in
 from driftlab.network.pair import Pair
 from driftlab.probes.counterfactual import counterfactual, gradient_stop
@@ -67,11 +69,22 @@ def placed(
             return replace(place, told_by=ToldBy.CHANGE), difference, stop.words
         if told:
             return _at(found.pair, module, pass_), _largest(wrong), stop.words
+        if not stop.scope and (taken := _taken_by(stop, place.module)):
+            return _at(found.pair, taken, pass_), _largest(wrong), stop.words
         if len(stop.between) > 1 and (inner := parted_inside(found, at.module, wrong)):
             return _at(found.pair, inner.module, pass_), _largest(wrong), stop.words
         if place.module == at.module and at.candidate_module is None:
             at = replace(at, candidate_module=place.candidate_module)
     return at, _largest(wrong), stop.words
+
+
+def _taken_by(stop: Stop, module: str) -> str | None:
+    """Of what the network itself hands to one module, who takes it, where the flow parts in there.
+
+    The network hands on all there is: its name says less.
+    """
+    takers = stop.between - {stop.scope}
+    return next((taker for taker in takers if len(takers) == 1 and lies_in(module, taker)), None)
 
 
 def _or_where_a_call_would(
@@ -89,7 +102,8 @@ def _or_where_a_call_would(
     if would is None or (within and not _further_in(would.scope, place)):
         return place, difference, ""
     if isinstance(would, Exchanged):
-        at = where_a_value_would(found.pair, place, would, found.local.right)
+        right = partial(found.local.right, pass_=place.pass_)
+        at = where_a_value_would(found.pair, place, would, right)
         if within and not _further_in(at.module, place):
             return place, difference, ""
         return replace(at, told_by=ToldBy.VALUE), difference, ""
@@ -214,7 +228,8 @@ def _pass_of(pass_: str, module: str, wrong: list[Difference]) -> str:
     if pass_ != "weight gradient":
         return pass_
     names = [d.name for d in wrong if d.pass_ == pass_]
-    own = all(lies_in(n, module) if module else "." not in n for n in names)
+    holder = module.rpartition(".")[0] if ".parametrizations." in module else module  # of what it is given
+    own = all(lies_in(n, holder) if module else "." not in n for n in names)
     return pass_ if own else "input gradient"
 
 

@@ -13,7 +13,7 @@ module that is called several times, is put in whenever it is made.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -26,6 +26,7 @@ from driftlab.tracing.joining import Otherwise, joined_otherwise
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.pairs import Pairs
 from driftlab.tracing.prints import same_numbers
+from driftlab.tracing.rearranging import rearranged
 from driftlab.tracing.running import Again
 from driftlab.tracing.shared_rows import BothRows
 from driftlab.tracing.trial import Agrees, Change, Trial, laid_out
@@ -83,6 +84,16 @@ def exchanged(
     own.compare(others)
     others.compare(own)
     trial = partial(Trial, mine, own, agrees)
+    found = _exchanged(own, others, trial)
+    if (found is None or len(found.scopes) > 1) and rearranged(own, others):
+        again = _exchanged(own, others, trial)
+        if found is None or (again is not None and len(again.scopes) < len(found.scopes)):
+            return again
+    return found
+
+
+def _exchanged(own: Kept, others: Kept, trial: Callable[..., Trial]) -> Exchanged | None:
+    """The same, of the values that each made."""
     search = _Search(own, others, trial())
     while search.narrows():
         pass
