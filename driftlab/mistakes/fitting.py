@@ -106,13 +106,17 @@ class _Trials:
         return found
 
     def fitting(self, mutants: Sequence[Mutant], lines: Lines) -> list[Mutant]:
-        """Those that fit; of the first kind that has any."""
+        """Those that fit; of the first kind that has any.
+
+        Of several numbers those that people write down, if any is one: where the results are off by one
+        number, each of the reference's may make up for it.
+        """
         found: list[Mutant] = []
         for one in chain(*_each_line_first(mutants, lines)):
             if self.runs <= 0 or (found and one.kind is not found[0].kind):
                 break
             found += filter(None, [self._fit(one)])
-        return found
+        return [m for m in found if m.spelled] or found
 
     def _entered(self, tensors: object, scope: str) -> None:
         if not self._scopes.inside:
@@ -123,7 +127,7 @@ class _Trials:
         if mutant.kind is not NUMBER:
             return mutant if self._agrees(self._changed(mutant, 1.0)) else None
         if self._agrees(self._changed(mutant, 0.0)):
-            return replace(mutant, words=f"0 times {mutant.words}")
+            return replace(mutant, words=f"0 times {mutant.words}", spelled=True)
         tried, times = [(1.0, -1.0)], 1.01
         for _ in range(STEPS):
             results = self._changed(mutant, times)
@@ -133,7 +137,9 @@ class _Trials:
             better = _secant(*tried[-2:])
             if self._agrees(results):
                 times = better or times
-                return replace(mutant, words=f"{spelled(times) or f'{times:.6g}'} times {mutant.words}")
+                said = spelled(times)
+                words = f"{said or f'{times:.6g}'} times {mutant.words}"
+                return replace(mutant, words=words, spelled=said is not None)
             if better is None:
                 return None
             times = better

@@ -85,6 +85,14 @@ class Handed:
         alone = sum(id(t) in self._made for t in another.call.tensors) == 1
         return (entered[handed[-1]].scope if alone or has_both is None else None), has_both
 
+    def goes_on_with(self, number: int, place: int, by: str) -> str | None:
+        """The module that a call's operand is handed to ``by`` another, if other calls in it take it as well.
+
+        These go on with the right value, so that it was handed on. Asked when all calls were seen.
+        """
+        taken = (v for v in self._values.values() if v.caller == by and len(v.places) > 1)
+        return next((v.scope for v in taken if place in v.places.get(number, ())), None)
+
     def _has(self, one: Entered, value: Tensor) -> bool:
         """Whether a module was given a value, or made it."""
         given = not set(map(id, self._forms(value))).isdisjoint(map(id, one.given))

@@ -48,6 +48,7 @@ class Mutant:
         made_in: the module in which the first call is made, where that is another.
         which: of the changes of a call that have these words.
         has_both: a module inside of ``scope`` that has the value that is handed to it, and the other as well.
+        spelled: whether the number that was found is one that people write down.
     """
 
     scope: str
@@ -60,6 +61,7 @@ class Mutant:
     made_in: str | None = None
     which: int = 0
     has_both: str | None = None
+    spelled: bool = False
 
     @property
     def at(self) -> str:

@@ -22,6 +22,7 @@ from driftlab.mistakes.frontier import Frontier, comes_by, same_numbers
 from driftlab.mistakes.handed import Handed
 from driftlab.mistakes.mutant import NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
 from driftlab.mistakes.mutations import (
+    INDICES,
     JOINED,
     NEUTRAL,
     OPERANDS,
@@ -89,6 +90,7 @@ class Mutants:
         self._lines_of: defaultdict[str, set[tuple]] = defaultdict(set)  # by the module
         self.calls = self.elements = self._looked_at = 0
         self._indices, self._handed, self._swapped = Indices(), Handed(), Swapped()
+        self._operands: dict[Mutant, int] = {}  # which one is another value
         self._norms: defaultdict[tuple, dict[int, Call]] = defaultdict(dict)  # by the module and the weight
 
     def look(self, number: int, call: Call, earlier: Sequence[Tensor]) -> Any:
@@ -119,6 +121,7 @@ class Mutants:
             if isinstance(make, Another):
                 by, has_both = self._handed.by(make, self._scopes.entered)
                 mutant = replace(mutant, scope=mutant.scope if by is None else by, has_both=has_both)
+                self._operands[mutant] = make.place
             if kept and same_numbers(out, made):
                 self.unsigned.append(mutant)
             elif comes_by(self._seen, made, self._rows):
@@ -139,6 +142,7 @@ class Mutants:
         self.unsigned += chain(*together, self._indices.mutants(), self._handed.mutants())
         changes = weight_mutations(twin, left)
         self.unsigned += (Mutant(owner, words, WEIGHTS, weights=change) for owner, words, change in changes)
+        self.signs, self.unsigned = ([*map(self._as_taken, some)] for some in (self.signs, self.unsigned))
         self.found = [self._of_a_caller(m) for m in self.found]
         for mutants in (self.found, self.signs, self.unsigned):
             mutants.sort(key=lambda m: m.away(self._near))
@@ -155,9 +159,16 @@ class Mutants:
                 words, change = "statistics of all calls together", partial(_instead, made)
                 yield Mutant(scope, words, TOGETHER, frozenset(made), change)
 
+    def _as_taken(self, mutant: Mutant) -> Mutant:
+        """The same; of one operand of several that take a value its module's, and not of who hands it on."""
+        place, number = self._operands.get(mutant), min(mutant.calls, default=-1)
+        taker = None if place is None else self._handed.goes_on_with(number, place, mutant.scope)
+        return mutant if taker is None else replace(mutant, scope=taker)
+
     def _of_a_caller(self, mutant: Mutant) -> Mutant:
-        """The same; one call of a layer of torch's that is called from several lines is its caller's."""
-        if mutant.made_in is not None or len(self._lines_of[mutant.scope]) < 2:
+        """The same; its caller's, if torch's layer is given an index, or is called from several lines."""
+        called_once = len(self._lines_of[mutant.scope]) < 2
+        if mutant.made_in is not None or (called_once and mutant.kind is not INDICES):
             return mutant
         return replace(mutant, scope=self._handed_by(mutant.scope), made_in=mutant.scope)
 

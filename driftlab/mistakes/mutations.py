@@ -227,6 +227,7 @@ def _which(call: Call, place: int) -> str:
     return f"operand {place + 1} of" if len(call.tensors) > 1 else "the operand of"
 
 
-SETTINGS = (_altered, _corrected, _integers, _parts_exchanged, _left_out, _dims)
+INDICES = _integers
+SETTINGS = (_altered, _corrected, INDICES, _parts_exchanged, _left_out, _dims)
 OPERANDS = (_terms, _turned, _others, _normed_alone)
 NEUTRAL = (_neutral,)

@@ -114,8 +114,9 @@ def _at_each_turn(
     """
     lines: defaultdict[tuple, list[Key]] = defaultdict(list)
     for key, operand in operands.items():
-        lines[operand.scope, operand.function, operand.line, key[1]].append(key)
-    turns = [keys for keys in lines.values() if len(keys) > 1]
+        for line in dict.fromkeys((operand.line, operand.line[:1])):  # its module is called at several
+            lines[operand.scope, operand.function, line, key[1]].append(key)
+    turns = list({tuple(keys): keys for keys in lines.values() if len(keys) > 1}.values())
     if not turns:
         return None
 
@@ -126,6 +127,11 @@ def _at_each_turn(
         both = zip(shares(keys), shares(others), strict=True)
         return all(abs(one - other) <= NEAR * abs(one) for one, other in both)
 
+    for keys in turns:
+        if _agree(sent := shares(keys)):  # none of these ways leads through another
+            own = [operands[key] for others in turns if same(keys, others) for key in others]
+            words = _words([operands[keys[0]]], 1 / sent[0], f" at each of {len(keys)} calls")
+            return _stop(ways, own, words)
     before = ways.detached(())
     for keys in sorted(turns, key=lambda keys: max(abs(share - 1) for share in shares(keys)))[:MODULES]:
         if _explain(before, ways.detached(keys), lacks):
@@ -171,4 +177,4 @@ def _words(operands: Sequence[Operand], share: float, when: str = "") -> str:
     )
     if abs(share - 1) <= NEAR:
         return f"{given}, detached there{when}, would do that"
-    return f"{1 - share:.4g} times the gradient of {given} would do that"
+    return f"{1 - share:.4g} times the gradient of {given}{when} would do that"

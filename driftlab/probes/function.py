@@ -9,6 +9,7 @@ import torch
 from driftlab.arithmetic.comparison import Comparison
 from driftlab.arithmetic.constants import besides_constants, rounded_constants
 from driftlab.arithmetic.difference import Difference, Nature
+from driftlab.arithmetic.following import trains_alike
 from driftlab.arithmetic.locating import first_wrong, slightly_wrong
 from driftlab.arithmetic.passes import CannotRunError, run
 from driftlab.arithmetic.tame import on_shorter_inputs, with_smaller_weights
@@ -97,8 +98,8 @@ def _excess_of(difference: Difference, network: Comparison) -> float:
 
 
 def _same(found: Examination, network: Comparison, why: str = "") -> Finding:
-    missed = _untrained(found) if found.trains else []
-    if missed:
+    missed = _without_a_place(found) if found.trains else []
+    if missed and not trains_alike(found.pair, found.whole):
         return _not_trained(missed)
     if network.in_float32_alone and not network.same_bits:
         return _in_float32_alone(network)
@@ -117,6 +118,11 @@ def _same(found: Examination, network: Comparison, why: str = "") -> Finding:
         says += f"; one unit in the last place makes {control:.2g} (relative) of the reference itself"
     if why:
         says = f"they do, but for {why}"
+    if missed:
+        says += (
+            f"; {_listed(missed)}: found nowhere in the candidate, and one step of gradient descent takes "
+        )
+        says += "both to the same outputs"
     if "float64" in network.failed:
         says += f"; the candidate cannot run in float64 itself ({network.failed['float64']})"
     elif apart := network.in_float64_alone():
@@ -225,7 +231,7 @@ def _arrives(difference: Difference, right: bool) -> str:
     return says + right * "; each of its calls is right by itself, so that what arrives there is wrong"
 
 
-def _untrained(found: Examination) -> list[str]:
+def _without_a_place(found: Examination) -> list[str]:
     """Reference parameters that get a gradient and have nothing in the candidate that could hold them."""
     pair = found.pair
     spare = {n for n, p in pair.candidate.named_parameters() if p.requires_grad} & set(pair.fold.unused)
@@ -239,10 +245,14 @@ def _untrained(found: Examination) -> list[str]:
 
 
 def _not_trained(missed: list[str]) -> Finding:
-    names = ", ".join(missed[:4])
-    says = f"{names}: trained in the reference, and among the candidate's parameters there is none for it"
+    says = f"{_listed(missed)}: trained in the reference, and among the candidate's parameters there is none "
+    says += "for it"
     place = Place(missed[0].rpartition(".")[0], "update", 0)
     return PROBE.finding(float(len(missed)), Verdict.BUG, says, place, threshold=0.0, unit="weights")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (len(names) > 4) * f" and {len(names) - 4} more"
 
 
 PROBE = Probe(

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
+from torch import nn
+
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import BACKWARD, SAME_BORDERS, first_wrong
 from driftlab.fold import Fold
@@ -14,7 +16,7 @@ from driftlab.network.modules import called, common_parent, lies_in
 from driftlab.network.pair import Pair
 from driftlab.probes.counterfactual import counterfactual, gradient_stop
 from driftlab.probes.examination import Examination
-from driftlab.probes.exchanged_place import is_joined, where_a_value_would
+from driftlab.probes.exchanged_place import is_joined, where_a_value_would, with_code
 from driftlab.probes.flows_part import parted_in, parted_inside
 from driftlab.tracing.exchange import Exchanged
 from driftlab.tracing.parting import Parted
@@ -69,8 +71,9 @@ def placed(
             return replace(place, told_by=ToldBy.CHANGE), difference, stop.words
         if told:
             return _at(found.pair, module, pass_), _largest(wrong), stop.words
-        if not stop.scope and (taken := _taken_by(stop, place.module)):
-            return _at(found.pair, taken, pass_), _largest(wrong), stop.words
+        if taken := _taken_by(found.pair, stop, place.module):
+            at = replace(_at(found.pair, taken, pass_), candidate_module=place.candidate_module)
+            return at, _largest(wrong), stop.words
         if len(stop.between) > 1 and (inner := parted_inside(found, at.module, wrong)):
             return _at(found.pair, inner.module, pass_), _largest(wrong), stop.words
         if place.module == at.module and at.candidate_module is None:
@@ -78,13 +81,17 @@ def placed(
     return at, _largest(wrong), stop.words
 
 
-def _taken_by(stop: Stop, module: str) -> str | None:
-    """Of what the network itself hands to one module, who takes it, where the flow parts in there.
+def _taken_by(pair: Pair, stop: Stop, module: str) -> str | None:
+    """Who takes it of what is handed to one module alone, where the flow parts in there.
 
-    The network hands on all there is: its name says less.
+    The network hands on all there is, and a loop the same to each of its layers: their names say less.
     """
     takers = stop.between - {stop.scope}
-    return next((taker for taker in takers if len(takers) == 1 and lies_in(module, taker)), None)
+    taker = next((taker for taker in takers if len(takers) == 1 and lies_in(module, taker)), None)
+    if taker is None:
+        return None
+    in_turn = isinstance(pair.reference.get_submodule(taker.rpartition(".")[0]), nn.ModuleList)
+    return with_code(pair, module) if in_turn or not stop.scope else None
 
 
 def _or_where_a_call_would(
@@ -108,8 +115,9 @@ def _or_where_a_call_would(
             return place, difference, ""
         return replace(at, told_by=ToldBy.VALUE), difference, ""
     where = f" in `{would.scope}`" if would.scope else ""
-    change = replace(place, told_by=ToldBy.CHANGE)  # both names as they were told, if it is that module
-    at = change if place.module == would.scope else _at(found.pair, would.scope, place.pass_)
+    at = _at(found.pair, would.scope, place.pass_)
+    if place.module in (would.scope, would.made_in):  # both names as they were told
+        at = replace(at, candidate_module=place.candidate_module)
     return at, difference, f"{would.said}{where} would do that"
 
 

@@ -63,7 +63,8 @@ PROBE = Probe(
     name="rewritten_modules",
     question="Do the rewritten modules agree on small integers, bit for bit, and at other sizes and values?",
     threshold=0.0,
-    reason="sums of small integers are exact in any order; at other values as `function`",
+    reason="sums of small integers are exact in any order; at other values as `function`, of what float32 "
+    "has room for",
     unit="relative difference",
     sees="each rewritten module that agrees so far, and the bits that its operands keep: faults at odd and "
     "oblong sizes, beyond a threshold (values eight times as large, of the other sign, moved), for zeros",

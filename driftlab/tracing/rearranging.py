@@ -66,7 +66,7 @@ def _order_of(
 
 def _marks(values: Tensor, axis: int) -> Tensor:
     """A number for each row, by which it is recognised."""
-    rows = values.movedim(axis, 0).flatten(1).double()
+    rows = values.movedim(axis, 0).reshape(values.shape[axis], -1).double()
     generator = torch.Generator().manual_seed(0)
     return rows @ torch.randn(rows.shape[1], generator=generator, dtype=rows.dtype)
 

@@ -1,7 +1,8 @@
-"""A buffer of the reference's that the candidate trains, and a rounding that only one of them does."""
+"""A buffer that the candidate trains, a rounding that one of the two does, weights held in another form."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from driftlab import Verdict, diagnose
@@ -83,3 +84,42 @@ def test_a_rounding_to_a_grid_is_the_references_function_and_else_precision(mine
         return made
 
     assert diagnose(Gridded(mine), rewrite, batches(), loss=loss, steps=3).verdict in verdicts
+
+
+class Factored(nn.Module):
+    """A product by a matrix that is held as two triangles; what they hold beside them trains nothing."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lower, self.upper = (nn.Parameter(torch.randn(5, 5)) for _ in range(2))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(x @ (self.lower.tril(-1) + torch.eye(5)).mT @ self.upper.triu().mT))
+
+
+class InOneStack(nn.Module):
+    """Both triangles in one square, above the head's weight, which is found there."""
+
+    def __init__(self, old, frozen):
+        super().__init__()
+        square = old.lower.tril(-1) + old.upper.triu()
+        self.held = nn.Parameter(torch.cat([square, old.head.weight]).detach())
+        self.bias, self.frozen = nn.Parameter(old.head.bias.detach()), frozen
+
+    def forward(self, x):
+        square, weight = self.held.split([5, 3])
+        lower = square.detach() if self.frozen else square
+        made = square.triu() @ (lower.tril(-1) + torch.eye(5))
+        return F.linear(torch.tanh(x @ made.mT), weight, self.bias)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_weights_that_nobody_finds_may_be_trained_all_the_same(frozen):
+    torch.manual_seed(1)
+    batches = [(torch.randn(8, 5), torch.randint(3, (8,))) for _ in range(3)]
+    found = diagnose(Factored(), lambda old: InOneStack(old, frozen), batches, loss=F.cross_entropy)
+    assert found.verdict is (Verdict.BUG if frozen else Verdict.ROUND_OFF)
+    said = next(e for e in found.evidence if e.probe == "function").reading
+    assert "lower, upper: trained in" in said if frozen else "lower, upper: found nowhere" in said
