@@ -88,10 +88,11 @@ class Handed:
     def goes_on_with(self, number: int, place: int, by: str) -> str | None:
         """The module that a call's operand is handed to ``by`` another, if other calls in it take it as well.
 
-        These go on with the right value, so that it was handed on. Asked when all calls were seen.
+        These go on with the right value, so that it was handed on; unless it was, as two arguments, twice.
+        Asked when all calls were seen.
         """
-        taken = (v for v in self._values.values() if v.caller == by and len(v.places) > 1)
-        return next((v.scope for v in taken if place in v.places.get(number, ())), None)
+        given = [v for v in self._values.values() if v.caller == by and place in v.places.get(number, ())]
+        return given[0].scope if len(given) == 1 and len(given[0].places) > 1 else None
 
     def _has(self, one: Entered, value: Tensor) -> bool:
         """Whether a module was given a value, or made it."""

@@ -55,6 +55,17 @@ class Mix(nn.Module):
         return torch.sin(self.fc(torch.cat([x, mean.expand_as(x)], -1)))
 
 
+class Meet(nn.Module):
+    """Takes what it is handed twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x, other):
+        return x + torch.tanh(self.fc(torch.cat([x, other.abs()], -1)))
+
+
 class Body(nn.Module):
     def __init__(self):
         super().__init__()
@@ -68,11 +79,12 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.body, self.mix, self.head = Body(), Mix(), nn.Linear(WIDTH, 3)
+        self.body, self.mix, self.meet, self.head = Body(), Mix(), Meet(), nn.Linear(WIDTH, 3)
 
     def forward(self, ids, sizes):
         lengths = sizes // 2 + 1
-        return self.head(self.mix(self.body(ids), lengths))
+        x = self.body(ids)
+        return self.head(self.meet(self.mix(x, lengths), x))
 
 
 class InOneGo(FlatPort):
@@ -89,11 +101,16 @@ class InOneGo(FlatPort):
         x = self.body_words_weight[ids]
         if self.fault == "blanked":
             x = x * (ids > 0)[:, :, None]
-        x = self.block("body_second", self.block("body_first", x))
+        first = self.block("body_first", x)
+        x = self.block("body_second", first)
         lengths = sizes // 2 + (self.fault != "one short")
         seen = (torch.arange(LENGTH)[None] < lengths[:, None])[:, :, None]
         mean = torch.where(seen, x, 0).sum(1, keepdim=True) / lengths[:, None, None]
-        return self.linear("head", torch.sin(self.linear("mix_fc", torch.cat([x, 0 * x + mean], -1))))
+        mixed = torch.sin(self.linear("mix_fc", torch.cat([x, 0 * x + mean], -1)))
+        taken = first if self.fault == "taken" else mixed
+        return self.linear(
+            "head", mixed + torch.tanh(self.linear("meet_fc", torch.cat([taken, x.abs()], -1)))
+        )
 
 
 def told(candidate):
@@ -119,6 +136,7 @@ def test_the_port_is_right():
         ("dropped", "body.second.think.act"),  # though what is right is made as well
         ("handed", "body.second"),  # which alone has what is taken for another value
         ("blanked", "body"),  # whose next part takes it twice
+        ("taken", "meet"),  # which goes on with what it is handed elsewhere
         ("one short", ""),  # a step left out of what is handed on as it is
     ],
 )
