@@ -7,11 +7,13 @@ any arrangement of the numbers; if it does not, it stays behind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+from driftlab.arithmetic.difference import distance
 from driftlab.arithmetic.passes import CannotRunError, Recorded, run
 from driftlab.arithmetic.quantities import read_both
 from driftlab.network.pair import Pair
@@ -37,9 +39,10 @@ def trains_alike(pair: Pair, whole: Recorded) -> bool:
         return False
     before, after, there = own["forward"], own["update"], other["update"]
     named = after.keys() & there.keys()
-    moved, apart = ([after[n] - of[n] for n in named] for of in (before, there))
-    return bool(named) and _size(apart) <= SHARE * _size(moved)
+    moved, apart = (math.hypot(*(distance(after[n], of[n]) for n in named)) for of in (before, there))
+    return bool(named) and apart <= SHARE * moved
 
 
 def _size(tensors: Iterable[Tensor]) -> float:
-    return sum(float(t.detach().double().square().sum()) for t in tensors) ** 0.5
+    numbers = (t for t in tensors if t.is_floating_point() or t.is_complex())
+    return math.hypot(*(float(torch.linalg.vector_norm(t.detach())) for t in numbers))

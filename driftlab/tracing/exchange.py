@@ -71,7 +71,9 @@ def exchanged(
 ) -> Exchanged | None:
     """The first value of the candidate's that makes its results of the reference's; None where none does.
 
-    Nor where it is one of the results themselves, which several modules come by: any fault makes these.
+    Nor where it is one of the results themselves, which several modules come by: any fault makes these. Where
+    none does, or one far behind, and the candidate has its rows in another order throughout, in that of the
+    reference's.
 
     Args:
         mine, theirs: run reference and candidate.
