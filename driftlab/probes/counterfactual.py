@@ -18,9 +18,10 @@ from driftlab.mistakes.stopped import Stop, stopped
 from driftlab.network.modules import lies_in
 from driftlab.network.pair import Pair
 from driftlab.probes.examination import Examination
-from driftlab.tracing.exchange import Exchanged, exchanged
+from driftlab.tracing.exchange import exchanged
 from driftlab.tracing.prints import prints
 from driftlab.tracing.running import FORWARD, Again, flow_of
+from driftlab.tracing.searching import Exchanged
 from driftlab.tracing.slopes import Parting, parting_of_slopes
 
 # A forward pass that is off by so little beside the gradients does not make these wrong.

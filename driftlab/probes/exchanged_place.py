@@ -9,7 +9,7 @@ from torch import nn
 
 from driftlab.network.modules import called, evaluates_otherwise, is_torchs, lies_in
 from driftlab.network.pair import Pair
-from driftlab.tracing.exchange import Exchanged
+from driftlab.tracing.searching import Exchanged
 from driftlab.words import Place
 
 # Of so many modules one is around the others, and not the one of two that hands its result on.

@@ -6,20 +6,18 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
-from torch import nn
-
 from driftlab.arithmetic.difference import Difference
-from driftlab.arithmetic.locating import BACKWARD, SAME_BORDERS, first_wrong
+from driftlab.arithmetic.locating import SAME_BORDERS, first_wrong
 from driftlab.fold import Fold
-from driftlab.mistakes.stopped import Stop
 from driftlab.network.modules import called, common_parent, lies_in
 from driftlab.network.pair import Pair
 from driftlab.probes.counterfactual import counterfactual, gradient_stop
 from driftlab.probes.examination import Examination
-from driftlab.probes.exchanged_place import is_joined, where_a_value_would, with_code
-from driftlab.probes.flows_part import parted_in, parted_inside
-from driftlab.tracing.exchange import Exchanged
+from driftlab.probes.exchanged_place import is_joined, where_a_value_would
+from driftlab.probes.flows_part import parted_in
+from driftlab.probes.stopped_place import at_one_change, where_a_gradient_stops
 from driftlab.tracing.parting import Parted
+from driftlab.tracing.searching import Exchanged
 from driftlab.words import Place, ToldBy, Verdict
 
 # What two networks give each other in float32 differs by less; so do the inputs of what lies before a fault.
@@ -58,40 +56,10 @@ def placed(
     one so far off that its borders may have moved, or at none. By what would do that where one thing would.
     """
     stop = gradient_stop(found, wrong) if not located or _holds_others(found.pair, module) else None
+    by_the_flow = partial(_placed, found, module, wrong, located)
     if stop is None:
-        return _or_where_a_call_would(found, *_placed(found, module, wrong, located), located)
-    pass_ = "weight gradient" if stop.of_weight else "input gradient"
-    at = _at(found.pair, stop.scope, pass_)
-    if len(stop.between) > 1 or at.candidate_module is None:
-        # the flow may know which, and what stands for it; else who owns what alone lacks a gradient
-        place, difference = _placed(found, module, wrong, located)
-        known = (module, place.module) if stop.of_weight else (place.module, module)
-        told = [m for m in known if m in stop.between and m != stop.scope]
-        if told and told[0] == place.module:
-            return replace(place, told_by=ToldBy.CHANGE), difference, stop.words
-        if told:
-            return _at(found.pair, module, pass_), _largest(wrong), stop.words
-        if taken := _taken_by(found.pair, stop, place.module):
-            at = replace(_at(found.pair, taken, pass_), candidate_module=place.candidate_module)
-            return at, _largest(wrong), stop.words
-        if len(stop.between) > 1 and (inner := parted_inside(found, at.module, wrong)):
-            return _at(found.pair, inner.module, pass_), _largest(wrong), stop.words
-        if place.module == at.module and at.candidate_module is None:
-            at = replace(at, candidate_module=place.candidate_module)
-    return at, _largest(wrong), stop.words
-
-
-def _taken_by(pair: Pair, stop: Stop, module: str) -> str | None:
-    """Who takes it of what is handed to one module alone, where the flow parts in there.
-
-    The network hands on all there is, and a loop the same to each of its layers: their names say less.
-    """
-    takers = stop.between - {stop.scope}
-    taker = next((taker for taker in takers if len(takers) == 1 and lies_in(module, taker)), None)
-    if taker is None:
-        return None
-    in_turn = isinstance(pair.reference.get_submodule(taker.rpartition(".")[0]), nn.ModuleList)
-    return with_code(pair, module) if in_turn or not stop.scope else None
+        return _or_where_a_call_would(found, *by_the_flow(), located)
+    return *where_a_gradient_stops(found, stop, module, wrong, by_the_flow), stop.words
 
 
 def _or_where_a_call_would(
@@ -115,7 +83,7 @@ def _or_where_a_call_would(
             return place, difference, ""
         return replace(at, told_by=ToldBy.VALUE), difference, ""
     where = f" in `{would.scope}`" if would.scope else ""
-    at = _at(found.pair, would.scope, place.pass_)
+    at = at_one_change(found.pair, would.scope, place.pass_)
     if place.module in (would.scope, would.made_in):  # both names as they were told
         at = replace(at, candidate_module=place.candidate_module)
     return at, difference, f"{would.said}{where} would do that"
@@ -125,17 +93,8 @@ def _further_in(module: str, place: Place) -> bool:
     return module != place.module and lies_in(module, place.module)
 
 
-def _at(pair: Pair, module: str, pass_: str) -> Place:
-    return Place(called(pair.reference, module), pass_, 0, pair.counterparts.get(module), ToldBy.CHANGE)
-
-
 def _holds_others(pair: Pair, module: str) -> bool:
     return next(pair.reference.get_submodule(module).children(), None) is not None
-
-
-def _largest(wrong: list[Difference]) -> Difference:
-    """Of the gradients."""
-    return max((d for d in wrong if d.pass_ in BACKWARD), key=lambda d: d.relative)
 
 
 def _placed(

@@ -87,8 +87,10 @@ def _pairs(own: Kept, others: Kept) -> Iterator[tuple[Joined, Joined]]:
 
 def _joined(kept: Kept) -> Iterator[Joined]:
     """What each line of a module makes in several calls, of which the other network lacks one."""
-    for numbers in kept.made_in_turn():
-        if not all(kept.shared[n] for n in numbers) and (found := joined_in_one(kept, numbers)) is not None:
+    offered = set(kept.offered)
+    for numbers in kept.turns.at_one_line(kept.tensors):
+        mistaken = not offered.isdisjoint(numbers) and not all(kept.shared[n] for n in numbers)
+        if mistaken and (found := joined_in_one(kept, numbers)) is not None:
             yield found
 
 

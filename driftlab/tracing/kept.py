@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection
 from functools import cached_property, partial
 
@@ -15,6 +14,7 @@ from driftlab.tracing.flow import SHOWS_PART, Flow, Value, reached
 from driftlab.tracing.prints import Prints, prints, same_numbers
 from driftlab.tracing.rows import Rows
 from driftlab.tracing.running import Again
+from driftlab.tracing.turns import Callers, Turns
 
 # Numbers that are kept at most; times what a value is moved.
 LARGEST, MOVED = 2e7, 1 + 2.0**-10
@@ -28,6 +28,7 @@ class Kept:
         size: how many there are.
         tensors: by the number of the value, without axes of one.
         integers: the same of values without floating numbers: indices, positions, masks.
+        turns: what is made again of these.
 
     Once it was compared:
 
@@ -45,13 +46,12 @@ class Kept:
         self.tensors: dict[int, Tensor] = {}
         self.integers: dict[int, Tensor] = {}
         self._alike: dict[int, frozenset[int]] = {}
-        self._callers: dict[int, tuple] = {}
-        self._made: defaultdict[tuple, list[int]] = defaultdict(list)
+        called_by: dict[int, Callers] = {}
         self.size, self.full = 0, False
-        self.flow = network.flow(change=self._keep, look=partial(prints, rows=rows))
-        self.seen = self.flow.seen()
+        self.flow = network.flow(change=partial(self._keep, called_by), look=partial(prints, rows=rows))
+        self.seen, self.turns = self.flow.seen(), Turns(self.flow, called_by)
 
-    def _keep(self, number: int, value: Value, tensor: Tensor) -> None:
+    def _keep(self, called_by: dict[int, Callers], number: int, value: Value, tensor: Tensor) -> None:
         self.size += tensor.numel()
         self.full = self.full or self.size > LARGEST
         counts = not (tensor.is_floating_point() or tensor.is_complex())
@@ -62,8 +62,7 @@ class Kept:
         kept = self.rows.of(values) if self.rows else None
         numbers = (values if kept is None else kept).squeeze().clone()
         (self.integers if counts else self.tensors)[number] = numbers
-        self._callers[number] = callers()
-        self._made[value.scope, *value.made_by[1:], counts].append(number)
+        called_by[number] = callers()
 
     def compare(self, other: Kept) -> None:
         """Which values the other network has, and where those begin that lead to the results without it."""
@@ -150,30 +149,10 @@ class Kept:
             self._alike[number] = frozenset(alike or ())
         return self._alike[number]
 
-    def made_again(self, number: int) -> list[list[int]]:
-        """A value and those after it that its module makes so, and uses; at its line; called so; alone."""
-        called_by = self._callers[number]
-        later = [n for n in self._made_alike(number) if n >= number and n in self.leading]
-        line = [n for n in later if self._callers[n][:1] == called_by[:1]]
-        return [later, line, [n for n in line if self._callers[n] == called_by], [number]]
-
-    def made_in_turn(self) -> list[list[int]]:
-        """What one line of a module makes again and again with one operation, and may have mistaken."""
-        found: defaultdict[tuple, list[int]] = defaultdict(list)
-        for number in self.tensors:
-            value = self.flow.values[number]
-            found[value.scope, *value.made_by[1:], self._callers[number][:1]].append(number)
-        return [n for n in found.values() if len(n) > 1 and not self._offered.isdisjoint(n)]
-
     def in_another_turn(self, number: int, wanted: Prints) -> bool:
         """Whether what makes a value makes one that looks like ``wanted`` as well, in another turn."""
-        found = set(self._made_alike(number)).intersection(self.seen.find_whole(wanted))
+        found = set(self.turns.alike(number)).intersection(self.seen.find_whole(wanted))
         return not {number}.issuperset(found)
-
-    def _made_alike(self, number: int) -> list[int]:
-        """All that the same operation of the module makes."""
-        value = self.flow.values[number]
-        return self._made[value.scope, *value.made_by[1:], number in self.integers]
 
     def before(self, number: int, others: Collection[int], alone: bool = True) -> set[int]:
         """What the other network has not, or might have in another order, and goes into ``others`` alone.

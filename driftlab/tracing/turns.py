@@ -1,0 +1,47 @@
+"""What one operation of a module makes again: in the turns of a loop, or in several calls of the module."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+
+from driftlab.tracing.flow import Flow
+
+# The code that makes a value, the innermost line first.
+Callers = tuple
+
+
+class Turns:
+    """Of the values that were kept of a flow.
+
+    Args:
+        called_by: of each of these.
+    """
+
+    def __init__(self, flow: Flow, called_by: Mapping[int, Callers]):
+        self._called_by, self._leading = called_by, flow.leading()
+        self._operations: dict[int, tuple] = {}
+        self._made: defaultdict[tuple, list[int]] = defaultdict(list)
+        for number in called_by:
+            value = flow.values[number]
+            operation = value.scope, *value.made_by[1:], value.prints is None  # indices apart
+            self._operations[number] = operation
+            self._made[operation].append(number)
+
+    def alike(self, number: int) -> list[int]:
+        """All that the same operation of the module makes."""
+        return self._made[self._operations[number]]
+
+    def again(self, number: int) -> list[list[int]]:
+        """A value and those after it that its module makes so, and uses; at its line; called so; alone."""
+        called_by = self._called_by[number]
+        later = [n for n in self.alike(number) if n >= number and n in self._leading]
+        line = [n for n in later if self._called_by[n][:1] == called_by[:1]]
+        return [later, line, [n for n in line if self._called_by[n] == called_by], [number]]
+
+    def at_one_line(self, of: Collection[int]) -> Iterator[list[int]]:
+        """What one line makes again and again with one operation, of these values."""
+        found: defaultdict[tuple, list[int]] = defaultdict(list)
+        for number in of:
+            found[self._operations[number], self._called_by[number][:1]].append(number)
+        return (numbers for numbers in found.values() if len(numbers) > 1)
