@@ -32,8 +32,8 @@ def where_a_value_would(pair: Pair, place: Place, value: Exchanged, right: Calla
         return replace(place, module=at, candidate_module=value.candidate_scope)
     several = len(value.scopes) > 1  # where one module makes it all, it is that module
     callers = set(map(_caller, value.scopes)) if several else set()
-    wired = several and _goes_through(pair, value)
-    at_the_flow = bool(place.module) and place.module in value.scopes | callers and not wired
+    at_the_flow = bool(place.module) and place.module in value.scopes | callers
+    at_the_flow = at_the_flow and not (_torchs(pair, place.module) and _goes_through(pair, value))
     if at_the_flow and not _joined_to(pair, place, value.scope):
         return place
     if value.scopes == {value.scope} and right(value.scope) and lies_in(value.scope, place.module):
@@ -44,7 +44,8 @@ def where_a_value_would(pair: Pair, place: Place, value: Exchanged, right: Calla
 def _goes_through(pair: Pair, value: Exchanged) -> bool:
     """Whether what is wrong goes through several parts of the module that makes the value, and no others.
 
-    Then it may lie in what it hands from one to the other. Not of one with a list of layers in it.
+    Then it may lie in what it hands from one to the other, where the first does what it does. Not of one with
+    a list of layers in it.
     """
     around = pair.reference.get_submodule(value.scope)
     stack = any(isinstance(module, nn.ModuleList) for module in around.modules())
