@@ -12,9 +12,6 @@ from driftlab.network.pair import Pair
 from driftlab.tracing.searching import Exchanged
 from driftlab.words import Place
 
-# Of so many modules one is around the others, and not the one of two that hands its result on.
-PARTS = 3
-
 
 def where_a_value_would(pair: Pair, place: Place, value: Exchanged, right: Callable[[str], bool]) -> Place:
     """The place, where that lies before the value that the candidate's is put in the place of.
@@ -32,25 +29,11 @@ def where_a_value_would(pair: Pair, place: Place, value: Exchanged, right: Calla
         return replace(place, module=at, candidate_module=value.candidate_scope)
     several = len(value.scopes) > 1  # where one module makes it all, it is that module
     callers = set(map(_caller, value.scopes)) if several else set()
-    at_the_flow = bool(place.module) and place.module in value.scopes | callers
-    at_the_flow = at_the_flow and not (_torchs(pair, place.module) and _goes_through(pair, value))
-    if at_the_flow and not _joined_to(pair, place, value.scope):
+    if place.module and place.module in value.scopes | callers and not _joined_to(pair, place, value.scope):
         return place
     if value.scopes == {value.scope} and right(value.scope) and lies_in(value.scope, place.module):
         return place
     return replace(place, module=called(pair.reference, value.scope), candidate_module=value.candidate_scope)
-
-
-def _goes_through(pair: Pair, value: Exchanged) -> bool:
-    """Whether what is wrong goes through several parts of the module that makes the value, and no others.
-
-    Then it may lie in what it hands from one to the other, where the first does what it does. Not of one with
-    a list of layers in it.
-    """
-    around = pair.reference.get_submodule(value.scope)
-    stack = any(isinstance(module, nn.ModuleList) for module in around.modules())
-    inside = all(lies_in(scope, value.scope) for scope in value.scopes)
-    return bool(value.scope) and inside and not stack and len(value.scopes) >= PARTS
 
 
 def is_joined(pair: Pair, place: Place) -> bool:
