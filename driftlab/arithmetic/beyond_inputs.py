@@ -89,10 +89,9 @@ def _others(
 
 
 def _compared(local: Local, name: str, inputs: str, call: Recorded, passes, found: Rewritten) -> None:
-    options = {"prefixes": local.prefixes(name), "seed": local.seed, "evaluate": False}
-    options["judged"] = local.judged
+    options = {"prefixes": local.prefixes(name), "seed": local.seed, "judged": local.judged}
     try:
-        compared = compare(*local.pair(name), call, local.read, **options)
+        compared = compare(*local.pair(name), call, local.read, evaluate=False, **options)
     except CannotRunError as error:
         found.refused.append(f"{name} at {inputs}: {error}")
         return

@@ -127,16 +127,17 @@ def _at_each_turn(
         both = zip(shares(keys), shares(others), strict=True)
         return all(abs(one - other) <= NEAR * abs(one) for one, other in both)
 
+    def stop(keys: list[Key], share: float) -> Stop:
+        own = [operands[key] for others in turns if same(keys, others) for key in others]
+        return _stop(ways, own, _words([operands[keys[0]]], share, f" at each of {len(keys)} calls"))
+
     for keys in turns:
         if _agree(sent := shares(keys)):  # none of these ways leads through another
-            own = [operands[key] for others in turns if same(keys, others) for key in others]
-            words = _words([operands[keys[0]]], 1 / sent[0], f" at each of {len(keys)} calls")
-            return _stop(ways, own, words)
+            return stop(keys, 1 / sent[0])
     before = ways.detached(())
     for keys in sorted(turns, key=lambda keys: max(abs(share - 1) for share in shares(keys)))[:MODULES]:
         if _explain(before, ways.detached(keys), lacks):
-            own = [operands[key] for others in turns if same(keys, others) for key in others]
-            return _stop(ways, own, _words([operands[keys[0]]], 1.0, f" at each of {len(keys)} calls"))
+            return stop(keys, 1.0)
     return None
 
 

@@ -67,8 +67,7 @@ def _taken_by(pair: Pair, stop: Stop, module: str) -> str | None:
     The network hands on all there is, and a loop the same to each of its layers: their names say less.
     """
     takers = stop.between - {stop.scope}
-    taker = next((taker for taker in takers if len(takers) == 1 and lies_in(module, taker)), None)
-    if taker is None:
+    if len(takers) != 1 or not lies_in(module, taker := next(iter(takers))):
         return None
     in_turn = isinstance(pair.reference.get_submodule(taker.rpartition(".")[0]), nn.ModuleList)
     return with_code(pair, module) if in_turn or not stop.scope else None

@@ -49,7 +49,7 @@ class Kept:
         called_by: dict[int, Callers] = {}
         self.size, self.full = 0, False
         self.flow = network.flow(change=partial(self._keep, called_by), look=partial(prints, rows=rows))
-        self.seen, self.turns = self.flow.seen(), Turns(self.flow, called_by)
+        self.seen, self.turns = self.flow.seen(), Turns(self.flow.values, called_by, self.leading)
 
     def _keep(self, called_by: dict[int, Callers], number: int, value: Value, tensor: Tensor) -> None:
         self.size += tensor.numel()

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from driftlab.tracing.flow import Flow
+from driftlab.tracing.flow import Value
 
 # The code that makes a value, the innermost line first.
 Callers = tuple
 
 
 class Turns:
-    """Of the values that were kept of a flow.
+    """Of the values of a flow, those that were kept.
 
     Args:
         called_by: of each of these.
+        leading: what leads to the results.
     """
 
-    def __init__(self, flow: Flow, called_by: Mapping[int, Callers]):
-        self._called_by, self._leading = called_by, flow.leading()
+    def __init__(self, values: Sequence[Value], called_by: Mapping[int, Callers], leading: set[int]):
+        self._called_by, self._leading = called_by, leading
         self._operations: dict[int, tuple] = {}
         self._made: defaultdict[tuple, list[int]] = defaultdict(list)
         for number in called_by:
-            value = flow.values[number]
+            value = values[number]
             operation = value.scope, *value.made_by[1:], value.prints is None  # indices apart
             self._operations[number] = operation
             self._made[operation].append(number)
