@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from driftlab.mistakes.alterations import ALTERATIONS
+from driftlab.mistakes.dilations import dilated
 from driftlab.mistakes.orders import MOVES, ORDERS, Mutation, turnings
 from driftlab.mistakes.torch_call import Call
 
@@ -228,6 +229,6 @@ def _which(call: Call, place: int) -> str:
 
 
 INDICES = _integers
-SETTINGS = (_altered, _corrected, INDICES, _parts_exchanged, _left_out, _dims)
+SETTINGS = (_altered, _corrected, INDICES, _parts_exchanged, _left_out, _dims, dilated)
 OPERANDS = (_terms, _turned, _others, _normed_alone)
 NEUTRAL = (_neutral,)
