@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from enum import Flag, auto
 
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from driftlab.arithmetic.draws import DRAWING, drawn
 from driftlab.arithmetic.softplus import softplus, softplus_backward
+from driftlab.arithmetic.written_numbers import as_written, in_float32
 from driftlab.process.cuda_kernels import hard_sigmoid_backward
 
 WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128, torch.complex64: torch.complex128}
@@ -164,8 +164,9 @@ def run_operation(func, args: tuple, kwargs: dict):
         return _natively(func, args, kwargs)
     said = _said(leaves)
     inner, named = _mapped(_inner, (args, kwargs))
-    if Native.NUMBERS in Shadow.native and said is torch.float32:
-        inner, named = _mapped(_in_float32, (inner, named))
+    if said in HALVES and any(type(leaf) is float for leaf in leaves):
+        stored = Native.NUMBERS in Shadow.native and said is torch.float32
+        inner, named = _mapped(in_float32 if stored else as_written, (inner, named))
     # float64 draws other random numbers than the code's own dtype
     out = drawn(func, inner, named, said) if func in DRAWING else _computed(func, inner, named)
     if func is _aten._to_copy.default and isinstance(args[0], Shadow):
@@ -236,17 +237,6 @@ def _inner(leaf: object) -> object:
     if isinstance(leaf, torch.dtype):
         return WIDE.get(leaf, leaf)
     return leaf
-
-
-def _in_float32(number: object) -> object:
-    """As float32 stores it; but not one that would be gone in 0 or 1, which nobody writes down."""
-    if not isinstance(number, float):
-        return number
-    try:
-        stored = struct.unpack("f", struct.pack("f", number))[0]
-    except OverflowError:
-        return number
-    return number if stored in (0.0, 1.0, -1.0) else stored
 
 
 def _written_back(func, given: tuple[tuple, dict], taken: tuple[tuple, dict]) -> None:

@@ -64,7 +64,7 @@ def _own_epsilon(call: Call) -> float | None:
     return float(epsilon_in(given)) if "eps" in given else None
 
 
-_FORMS: dict[str, Callable[[Tensor], Tensor]] = {
+FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu's tanh form": lambda x: F.gelu(x, approximate="tanh"),
     "gelu's sigmoid form, x * sigmoid(1.702 x),": lambda x: x * torch.sigmoid(1.702 * x),
@@ -73,7 +73,7 @@ _FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _form(call: Call) -> str | None:
+def form(call: Call) -> str | None:
     if call.name == "gelu":
         return "gelu's tanh form" if "tanh" in (*call.args[1:], *call.kwargs.values()) else "gelu"
     return {"relu": "ReLU", "silu": "SiLU"}.get(call.name)
@@ -82,8 +82,8 @@ def _form(call: Call) -> str | None:
 def _activation(words: str) -> Alteration:
     return Alteration(
         words,
-        lambda call: _form(call) not in (None, words),
-        lambda call: _FORMS[words](call.argument(0, "input")),
+        lambda call: form(call) not in (None, words),
+        lambda call: FORMS[words](call.argument(0, "input")),
     )
 
 
@@ -234,7 +234,7 @@ def _root() -> Alteration:
 
 
 ALTERATIONS = (
-    *map(_activation, _FORMS),
+    *map(_activation, FORMS),
     Alteration("gelu's tanh form, in place of erf,", lambda c: c.name == "erf", _tanh_for_erf),
     Alteration("gelu, in place of its sigmoid form,", lambda c: c.name == "sigmoid", _erf_for_sigmoid),
     *map(_epsilon, EPSILONS),

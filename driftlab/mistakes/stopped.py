@@ -12,8 +12,9 @@ back by running it so.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from driftlab.arithmetic.passes import Recorded
 from driftlab.mistakes.accused import LEFT
 from driftlab.mistakes.call_modes import Key, Undetached
 from driftlab.mistakes.held_statistics import HeldStatistics
+from driftlab.mistakes.other_slopes import OtherSlopes, slopes
 from driftlab.mistakes.ways_back import Gradients, Operand, Told, WaysBack
 from driftlab.network.modules import common, lies_in
 
@@ -70,7 +72,16 @@ def stopped(
         _of_operands(ways, operands, told)
         or _in_modules(ways, HeldStatistics, lacks, words)
         or _at_each_turn(ways, operands, told, lacks)
+        or _of_another_slope(ways, lacks)
     )
+
+
+def _of_another_slope(ways: WaysBack, lacks: Mapping[str, Tensor]) -> Stop | None:
+    found = (
+        _in_modules(ways, partial(OtherSlopes, slope), lacks, f"{words} on the way back would do that")
+        for words, slope in slopes()
+    )
+    return next(filter(None, found), None)
 
 
 def _of_operands(ways: WaysBack, operands: Mapping[Key, Operand], told: Sequence[Told]) -> Stop | None:
@@ -93,7 +104,10 @@ def _stop(ways: WaysBack, own: Sequence[Operand], words: str) -> Stop:
 
 
 def _in_modules(
-    ways: WaysBack, mode: type[Undetached | HeldStatistics], lacks: Mapping[str, Tensor], words: str
+    ways: WaysBack,
+    mode: Callable[..., Undetached | HeldStatistics | OtherSlopes],
+    lacks: Mapping[str, Tensor],
+    words: str,
 ) -> Stop | None:
     """In one module, or in all that have it."""
     seen = mode(ways.scopes)
