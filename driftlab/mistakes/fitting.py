@@ -36,7 +36,7 @@ from driftlab.tracing.running import ready, results_of
 from driftlab.tracing.scopes import Scopes
 
 # Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
-RUNS, ELEMENTS, STEPS = 400, 1e8, 10
+RUNS, ELEMENTS, STEPS = 400, 3e8, 10
 # Where no sign speaks for a change: runs, and calls that all of them may make together.
 UNSIGNED_RUNS, UNSIGNED_CALLS = 800, 60_000
 

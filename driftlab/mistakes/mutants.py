@@ -20,6 +20,7 @@ from driftlab.blame import caller, module_at_work
 from driftlab.mistakes.call_modes import parts
 from driftlab.mistakes.frontier import Frontier, comes_by, same_numbers
 from driftlab.mistakes.handed import Handed
+from driftlab.mistakes.in_turn import in_turn
 from driftlab.mistakes.mutant import NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
 from driftlab.mistakes.mutations import (
     INDICES,
@@ -138,7 +139,7 @@ class Mutants:
             twin: the network that runs.
             left: its buffers that a call changes, as it leaves them.
         """
-        together = self._together(), self._swapped.mutants()
+        together = self._together(), self._swapped.mutants(), in_turn(twin)
         self.unsigned += chain(*together, self._indices.mutants(), self._handed.mutants())
         changes = weight_mutations(twin, left)
         self.unsigned += (Mutant(owner, words, WEIGHTS, weights=change) for owner, words, change in changes)

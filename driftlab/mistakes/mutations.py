@@ -17,6 +17,7 @@ from torch import Tensor
 from driftlab.mistakes.alterations import ALTERATIONS
 from driftlab.mistakes.dilations import dilated
 from driftlab.mistakes.orders import MOVES, ORDERS, Mutation, turnings
+from driftlab.mistakes.taken_parts import cut_elsewhere, parts_exchanged
 from driftlab.mistakes.torch_call import Call
 
 Operator = Callable[[Call, Sequence[Tensor]], Iterator[Mutation]]
@@ -105,17 +106,6 @@ def _left_out(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """What goes in comes out; a number that is added is not."""
     if call.tensors and call.tensors[0].is_floating_point():
         yield f"`{call.name}` left out", lambda: call.tensors[0]
-
-
-def _parts_exchanged(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """Gate and up, or query and key, in the other order."""
-    if call.name in ("chunk", "split", "tensor_split", "unbind", "split_with_sizes"):
-        parts = list(call.run())
-        for i, j in combinations(range(len(parts)), 2) if len(parts) <= 4 else ():
-            order = list(range(len(parts)))
-            order[i], order[j] = j, i
-            words = f"parts {i + 1} and {j + 1} of `{call.name}` exchanged"
-            yield words, lambda order=tuple(order): tuple(call.run()[k] for k in order)
 
 
 def checks_integers(call: Call) -> bool:
@@ -229,6 +219,6 @@ def _which(call: Call, place: int) -> str:
 
 
 INDICES = _integers
-SETTINGS = (_altered, _corrected, INDICES, _parts_exchanged, _left_out, _dims, dilated)
-OPERANDS = (_terms, _turned, _others, _normed_alone)
+SETTINGS = (_altered, _corrected, INDICES, parts_exchanged, _left_out, _dims, dilated)
+OPERANDS = (_terms, _turned, _others, _normed_alone, cut_elsewhere)
 NEUTRAL = (_neutral,)

@@ -76,8 +76,8 @@ class Kept:
             if made_of and value.part:  # the other may take it from there at once
                 made_of |= {i for i in value.inputs if self.shared[i]}
             read = [i for i in value.inputs if not (values[i].weight and self.shared[i])]
-            if not made_of:
-                made_of = set().union(*(self.made_of[i] for i in read))
+            if not self.has_whole(number):
+                made_of = made_of.union(*(self.made_of[i] for i in read))
             self.made_of.append(made_of)
             made = (i for i in read if values[i].made_by[0] or values[i].inputs)  # or it stands in the code
             copied = (i for i in made if same_numbers(value.prints, values[i].prints))
@@ -160,7 +160,7 @@ class Kept:
         As far as it leads to a value, which is one of these. Not ``alone``: what goes elsewhere as well.
         """
         values = self.flow.values
-        lacked = reached([number], self._lacked_whole)
+        lacked = reached([number], self.lacked_whole)
         lacked |= {i for n in lacked for i in values[n].inputs if i in self._offered}
         if not alone:
             return lacked
@@ -179,7 +179,8 @@ class Kept:
         movable = all(i in self.tensors and values[i].made_by[0] for i in read)
         return {i: self.tensors[i] * MOVED for i in sorted(read)} if movable else {}
 
-    def _lacked_whole(self, number: int) -> list[int]:
+    def lacked_whole(self, number: int) -> list[int]:
+        """What a value is made of that the other network has not, or has in slices alone."""
         return [i for i in self.flow.values[number].inputs if not self.has_whole(i)]
 
     def has_whole(self, number: int) -> bool:

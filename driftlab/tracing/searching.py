@@ -87,7 +87,7 @@ class Search:
                 before = self._fits(number, spot, fit)
                 if self._in_another_order(before) or len(self.found.scopes) == 1:  # it lies in one module
                     return False
-                pairs.keep(reached([number], others.lacked), before)
+                pairs.keep(reached([number], others.lacked_whole), before)
                 return True
         return bool(partners)
 

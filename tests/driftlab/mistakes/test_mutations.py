@@ -1,5 +1,6 @@
 """Changes of one call: what they leave alone."""
 
+import pytest
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.overrides import TorchFunctionMode
@@ -77,3 +78,30 @@ def test_a_variance_is_corrected_or_not():
     found = changed(torch.mean, (away, 1), {})["`mean` over n - 1, not n"]
     torch.testing.assert_close(found, x.var(1))
     assert not changed(torch.mean, (x[:1, :1], 1), {})
+
+
+@pytest.mark.parametrize(
+    ("index", "other"),
+    [
+        (slice(None, -1), (slice(1, None),)),
+        ((Ellipsis, slice(2)), (Ellipsis, slice(3, None))),
+        ((slice(None), None, slice(1, 3)), (slice(None), None, slice(2, 4))),
+        ((slice(None), slice(1, 4)), (slice(None), slice(1, 4))),
+        ((None, 0, Ellipsis, slice(3, None)), (None, 0, Ellipsis, slice(None, 2))),
+        ((slice(1, None), 2), (slice(None, -1), 2)),
+    ],
+)
+def test_a_slice_may_leave_out_the_other_end(index, other):
+    x = torch.arange(20.0).reshape(4, 5)
+    call = Call(torch.Tensor.__getitem__, (x, index), {})
+    made = [make() for words, make in mutations(call, [], OPERANDS[-1]) if "slice" in words]
+    assert all(m.shape == x[index].shape for m in made)
+    different = not torch.equal(x[other], x[index])
+    assert len(made) == different
+    assert not different or torch.equal(made[0], x[other])
+
+
+def test_a_slice_that_leaves_out_nothing_has_no_other_end():
+    x = torch.zeros(4, 5)
+    for index in (slice(None), (slice(None, None, 2),), 1, torch.tensor([True, False, True, True])):
+        assert not list(mutations(Call(torch.Tensor.__getitem__, (x, index), {}), [], OPERANDS[-1]))
