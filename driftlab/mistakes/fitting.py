@@ -34,6 +34,7 @@ from driftlab.tracing.flow import Flow
 from driftlab.tracing.rows import Rows
 from driftlab.tracing.running import ready, results_of
 from driftlab.tracing.scopes import Scopes
+from driftlab.tracing.searching import Exchanged
 
 # Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
 RUNS, ELEMENTS, STEPS = 400, 3e8, 10
@@ -49,7 +50,7 @@ def fitting(
     cases: Sequence[Accused],
     candidate: Flow,
     near: str = "",
-    within: Collection[str] | None = None,
+    value: Exchanged | None = None,
     rows: Rows | None = None,
 ) -> list[Mutant]:
     """The changes of the reference that make the candidate's results of it, of the first kind that has any.
@@ -58,11 +59,11 @@ def fitting(
         cases: all quantities of the pass, a wrong one first.
         candidate: the flow of its values.
         near: the module whose calls are changed first.
-        within: in these modules alone, and in those that they call or are called by.
+        value: of the candidate's, which makes its results; calls are changed where that may lie, and near.
         rows: of the reference's values, those that the candidate has, where it leaves some out.
     """
     trials = _Trials(cases)
-    mutants = trials.mutants(candidate, near, within, rows)
+    mutants = trials.mutants(candidate, near, value, rows)
     if mutants is None:
         return []
     most = ELEMENTS / max(1, mutants.elements)
@@ -89,7 +90,7 @@ class _Trials:
         self.runs = 0.0
 
     def mutants(
-        self, candidate: Flow, near: str, within: Collection[str] | None, rows: Rows | None
+        self, candidate: Flow, near: str, value: Exchanged | None, rows: Rows | None
     ) -> Mutants | None:
         """None of a network that does not repeat itself."""
         seen, before = candidate.seen(), _buffers(self._network)
@@ -100,7 +101,7 @@ class _Trials:
         after = _buffers(self._running)
         left = {n: t for n, t in after.items() if n in before and not torch.equal(t, before[n])}
         names = {id(module): name for name, module in self._running.named_modules()}
-        found = Mutants(self._network, names, self._scopes, seen, frontier, near, within)
+        found = Mutants(self._network, names, self._scopes, seen, frontier, near, value)
         self._results(found.look)
         found.finish(self._running, left)
         return found

@@ -7,7 +7,7 @@ worth trying, given what the other network comes by.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, islice, zip_longest
@@ -42,6 +42,7 @@ from driftlab.mistakes.weight_mutations import weight_mutations
 from driftlab.network.modules import is_torchs
 from driftlab.tracing.prints import Seen
 from driftlab.tracing.scopes import Scopes
+from driftlab.tracing.searching import Exchanged
 
 # Changed calls that are looked for among the candidate's values.
 LOOKED_AT = 10_000
@@ -60,7 +61,8 @@ class Mutants:
         seen: what the candidate comes by.
         frontier: where it stops to come by what the reference computes.
         near: the module whose calls are to be changed first.
-        within: in these modules alone, and in those that they call or are called by; None anywhere.
+        value: of the candidate's, which makes its results: calls are changed in the modules in which that may
+            lie, and near, and in those that they call or are called by; None anywhere.
 
     Attributes:
         found: mutants that are tried wherever they can be.
@@ -78,10 +80,11 @@ class Mutants:
         seen: Seen,
         frontier: Frontier,
         near: str,
-        within: Collection[str] | None = None,
+        value: Exchanged | None = None,
     ):
         self._network, self._names, self._scopes, self._near = network, names, scopes, near
-        self._within = within
+        self._within = None if value is None else {near, value.scope, *value.scopes}
+        self._turned = value.scope if value is not None and value.turned else None
         self._seen, self._had, self._frontier = seen, frontier.had, frontier.calls()
         self._rows = frontier.rows
         self.found: list[Mutant] = []
@@ -106,7 +109,7 @@ class Mutants:
         self._handed.see(number, call, out, self._scopes.entered, earlier)
         self._swapped.see(number, scope, self._handed_by(scope), call, out)
         kept = number in self._frontier
-        if not kept and self._had.get(number):  # the candidate's call is right
+        if not kept and self._had.get(number) and scope != self._turned:  # the candidate's call is right
             return out
         here = Mutant(scope, "", NUMBER, frozenset({number}), line=line)
         if not self._concerns(here):

@@ -61,11 +61,22 @@ def _regrouped(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
         merged = x.transpose(dim, dim + 1)
         words = f"dimensions {dim} and {dim + 1} exchanged before `{call.name}`"
         yield words, lambda merged=merged: merged.reshape(out.shape)
+    for first, last in _runs(_borders(x.shape, out.shape)):
+        for one, other in ((first, last), (last, first)):  # channels last, not first, or the other way round
+            words = f"dimension {one} moved to {other} before `{call.name}`"
+            yield words, lambda one=one, other=other: x.movedim(one, other).reshape(out.shape)
     for dim in _borders(out.shape, x.shape):
         sizes = list(out.shape)
         sizes[dim : dim + 2] = sizes[dim + 1], sizes[dim]
         words = f"dimensions {dim} and {dim + 1} of `{call.name}` in the other order"
         yield words, lambda sizes=sizes, dim=dim: x.reshape(sizes).transpose(dim, dim + 1)
+
+
+def _runs(borders: list[int]) -> list[tuple[int, int]]:
+    """The first and the last of three or more dimensions that become one."""
+    firsts = [dim for dim in borders if dim - 1 not in borders]
+    lasts = [dim + 1 for dim in borders if dim + 1 not in borders]
+    return [(first, last) for first, last in zip(firsts, lasts, strict=True) if last > first + 1]
 
 
 def _borders(own: torch.Size, other: torch.Size) -> list[int]:

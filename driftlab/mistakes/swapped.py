@@ -1,4 +1,4 @@
-"""Two calls in the other order: a norm before an activation, not behind it."""
+"""Two calls in the other order: a norm before an activation, not behind it; or behind a residual's sum."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from driftlab.mistakes.call_modes import parts
 from driftlab.mistakes.mutant import TOGETHER, Mutant
 from driftlab.mistakes.orders import COPIES
 from driftlab.mistakes.torch_call import Call
-from driftlab.network.modules import common
+from driftlab.network.modules import common, lies_in
 
 
 @dataclass(frozen=True)
@@ -32,17 +33,25 @@ class Swapped:
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}  # by the id of what it made
         self._pairs: list[tuple[_Step, _Step]] = []
+        self._made_in: dict[int, str] = {}  # by the id of what was made there
+        self._summed: list[tuple[int, str, int, str]] = []
 
     def see(self, number: int, at: str, caller: str, call: Call, out: Any) -> None:
         """``caller``: who calls what is called there."""
+        if call.name == "add":
+            made_in = [self._made_in.get(id(term), at) for term in call.tensors]
+            inner = [(i, m) for i, m in enumerate(made_in) if m != at and lies_in(m, at)]
+            self._summed += ((number, at, place, module) for place, module in inner)
+        self._made_in |= {id(t): at for t in parts(out)}
         x = call.tensors[0] if call.tensors else None
         if x is None or call.writes or not isinstance(out, Tensor) or out is x or out.shape != x.shape:
             return
         if call.name in COPIES:  # of what is written into later, the other order is another value
             return
         step = self._steps[id(out)] = _Step(number, at, caller, call.name, out)
-        if (before := self._steps.get(id(x))) is not None and before.name != call.name:
-            self._pairs.append((before, step))
+        for operand in call.tensors if call.name == "add" else (x,):
+            if (before := self._steps.get(id(operand))) is not None and before.name != call.name:
+                self._pairs.append((before, step))
 
     def mutants(self) -> Iterator[Mutant]:
         for first, then in self._pairs:
@@ -50,6 +59,10 @@ class Swapped:
             change = partial(_swapped, first.number, {})
             scope, calls = common([first.caller, then.caller]), frozenset({first.number, then.number})
             yield Mutant(scope, words, TOGETHER, calls, change, made_in=first.at)
+        for number, scope, place, module in self._summed:
+            words, kept = f"`{module.rpartition('.')[2]}` behind `add`, not before it", dict[str, Any]()
+            change, watched = partial(_of_the_sum, kept, place), partial(_kept, kept, module)
+            yield Mutant(scope, words, TOGETHER, frozenset({number}), change, weights=watched, made_in=module)
 
 
 def _swapped(first: int, kept: dict[str, Call], number: int, call: Call, *others: Any) -> Any:
@@ -57,3 +70,13 @@ def _swapped(first: int, kept: dict[str, Call], number: int, call: Call, *others
         kept["first"] = call
         return call.tensors[0]
     return kept["first"].with_tensor(0, call.run()).run()
+
+
+def _kept(kept: dict[str, Any], name: str, network: nn.Module) -> None:
+    """The module, and what it is given last."""
+    kept["module"] = network.get_submodule(name)
+    kept["module"].register_forward_pre_hook(lambda _, given: kept.update(given=given[0]))
+
+
+def _of_the_sum(kept: dict[str, Any], place: int, number: int, call: Call, *others: Any) -> Any:
+    return kept["module"](call.with_tensor(place, kept["given"]).run())

@@ -80,9 +80,8 @@ def counterfactual(found: Examination, difference: Difference, place: str) -> Mu
         if value is None and any(found.rows):  # it may lie in rows that one of the two leaves out
             value = exchanged(mine, theirs, agrees)
     with unless_ours():  # a mistake that has words says more, and where it is looked for the value tells
-        within = value and {value.scope, *value.scopes}
         theirs_made = flow_of(pair.candidate, *about, look=partial(prints, rows=found.rows[1]))
-        if fit := fitting(cases, theirs_made, place, within, found.rows[0]):
+        if fit := fitting(cases, theirs_made, place, value, found.rows[0]):
             agreed = (place, value.scope) if value else (place,)
             there = next((m for module in agreed for m in fit if m.scope == module), None)
             if there or value is None or len({m.scope for m in fit}) == 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import permutations
 
 import torch
@@ -69,6 +69,13 @@ class Pairs:
         for number, spot in zip(numbers[mutual].tolist(), spots[mutual].tolist(), strict=True):
             found.setdefault(spot, number)
         return found
+
+    def just_before(self, numbers: Mapping[int, int], spots: Mapping[int, int], most: int) -> list[Pair]:
+        """Those the fewest steps before, which are given for each value of the two networks."""
+        left = self._left.nonzero()[:, 0]
+        pairs = zip(self._spots[left].tolist(), self._numbers[left].tolist(), strict=True)
+        both = {(s, n): spots[s] + numbers[n] for s, n in pairs if s in spots and n in numbers}
+        return sorted(both, key=lambda pair: both[pair])[:most]
 
     def soonest(self, most: int) -> list[Pair]:
         """Those that come soonest after what both have, the reference's first."""

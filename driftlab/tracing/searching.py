@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from driftlab.tracing.flow import reached
+from driftlab.tracing.flow import in_steps, reached
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.pairs import Pairs
 from driftlab.tracing.prints import same_numbers
@@ -21,6 +21,8 @@ from driftlab.tracing.trial import Change, Trial, laid_out
 # Runs in which a value before one that fits is looked for, and one for a single taker; pairs soon after what
 # both have, at a time.
 BEFORE, SOON = 100, 30
+# Where so few values lie before one that fits, so many pairs that lie just before it are tried first.
+CLOSE, JUST_BEFORE = 24, 12
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Exchanged:
         made of weights alone.
     fed: whether the module that makes it would make the candidate's of another of the candidate's values; not
         asked where something is done besides.
+    turned: whether what is done besides is that it has another order.
     """
 
     scope: str
@@ -48,6 +51,7 @@ class Exchanged:
     users: frozenset[str]
     inside: bool = False
     fed: bool = False
+    turned: bool = False
 
 
 class Search:
@@ -65,6 +69,7 @@ class Search:
         self._own, self._others, self._trial = own, others, trial
         self._pairs = Pairs(own, others)
         self._least, self._waits = 0.0, trial.left / 2
+        self._next: list[tuple[int, int]] = []
         self.found: Exchanged | None = None
         self.spot: float = math.inf
         self.number = -1
@@ -88,6 +93,7 @@ class Search:
                 if self._in_another_order(before) or len(self.found.scopes) == 1:  # it lies in one module
                     return False
                 pairs.keep(reached([number], others.lacked_whole), before)
+                self._next = self._just_before(number, spot) if len(before) <= CLOSE else []
                 return True
         return bool(partners)
 
@@ -115,8 +121,17 @@ class Search:
                 return True
         return False
 
+    def _just_before(self, number: int, spot: int) -> list[tuple[int, int]]:
+        both = ((self._others, number), (self._own, spot))
+        steps = (
+            {n: far for far, made in enumerate(in_steps(last, kept.lacked_whole, CLOSE)) for n in made}
+            for kept, last in both
+        )
+        return self._pairs.just_before(*steps, JUST_BEFORE)
+
     def _in_turn(self, order: Sequence[tuple[int, int]], waits: float) -> Iterator[tuple[int, int]]:
-        """These, and those that come soonest once no more runs are left than it ``waits`` for."""
+        """Those just before, then these, and the soonest once no more runs are left than it ``waits`` for."""
+        yield from self._next
         for pair in order:
             if self._trial.left <= waits:
                 waits = -math.inf
@@ -155,4 +170,4 @@ class Search:
         besides = besides or (made_once and own.in_another_turn(made, theirs.prints))
         scope = values[whole].scope
         inside = goes_on == {scope} and not values[whole].weight
-        return Exchanged(scope, scopes, theirs.scope, besides or turned, users, inside)
+        return Exchanged(scope, scopes, theirs.scope, besides or turned, users, inside, turned=turned)

@@ -100,3 +100,57 @@ def test_of_one_class_two_are_told_by_their_weights():
     assert [m.words for m in in_turn(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.ReLU()))] == [
         "`1` behind `2`, not before it"
     ]
+
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(C) + 0.5)
+
+    def forward(self, x):
+        return self.weight * (x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm = nn.Linear(C, C), Root()
+
+    def forward(self, x):
+        return x + self.norm(self.fc(x).tanh())
+
+
+class Stack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.end, self.head = nn.Sequential(Layer(), Layer()), Root(), nn.Linear(C, 3)
+
+    def forward(self, x):
+        return self.head(self.end(self.layers(x)))
+
+
+class FlatStack(FlatPort):
+    """``fault`` norms the second layer's sum."""
+
+    def root(self, name, x):
+        return x / (x.square().mean(0) + 1e-6).sqrt() * getattr(self, name + "_weight")[:, None]
+
+    def forward(self, x):
+        x = x.T
+        for i in range(2):
+            y, name = self.linear(f"layers_{i}_fc", x.T).T.tanh(), f"layers_{i}_norm"
+            x = self.root(name, x + y) if self.fault and i == 1 else x + self.root(name, y)
+        return self.linear("head", self.root("end", x).T)
+
+
+def test_a_norm_of_the_sum_is_its_caller_s():
+    torch.manual_seed(1)
+    batches = [(torch.randn(8, C), torch.randint(3, (8,))) for _ in range(3)]
+    right, found = (
+        diagnose(Stack(), lambda old, f=fault: FlatStack(old, f), batches, loss=F.cross_entropy, steps=3)
+        for fault in ("", "sum")
+    )
+    assert right.verdict is Verdict.ROUND_OFF
+    assert (found.verdict, found.where.module) == (Verdict.BUG, "layers.1")
+    assert any("`norm` behind `add`, not before it" in e.details for e in found.evidence)
