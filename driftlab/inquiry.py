@@ -25,6 +25,7 @@ from driftlab.probes.stored_otherwise import ask_stored_otherwise
 from driftlab.process import TRAINING, noticed
 from driftlab.record.seed_record import SeedRecord
 from driftlab.verdict.envelope import first_excess, honoured
+from driftlab.verdict.outcomes import before_it_ran_away
 from driftlab.words import Finding, Verdict, settled_by, standing
 
 _BOTH = ("float64", "float32")
@@ -125,13 +126,18 @@ def look_again(training: Training, found: Examined, record: SeedRecord) -> list[
     findings = _guarded(EXCESS, lambda: ask_excess(training.until(excess.step), excess)) if excess else []
     if settled_by(findings):
         return findings
-    return findings + _guarded(LAST_STEP, lambda: _at_the_end(training))
+    return findings + _guarded(LAST_STEP, lambda: _at_the_end(training, record))
 
 
-def _at_the_end(training: Training) -> list[Finding]:
-    last = training.at_the_end()
+def _at_the_end(training: Training, record: SeedRecord) -> list[Finding]:
+    """Of a training that runs away the last step before it does."""
+    last, steps = training.at_the_end(), before_it_ran_away(record, "reference.float32")
     if last is None:
         return [LAST_STEP.not_applicable("the reference or the candidate blew up")]
+    if steps == 0:
+        return [LAST_STEP.not_applicable("the reference's first update makes it run away")]
+    if steps is not None:
+        return ask_last_step(training.until(steps), steps)
     return ask_last_step(last, training.steps, lambda: training.until(training.steps))
 
 

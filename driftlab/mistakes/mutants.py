@@ -83,7 +83,7 @@ class Mutants:
         value: Exchanged | None = None,
     ):
         self._network, self._names, self._scopes, self._near = network, names, scopes, near
-        self._within = None if value is None else {near, value.scope, *value.scopes}
+        self._within = None if value is None else {near or value.scope, value.scope, *value.scopes}
         self._turned = value.scope if value is not None and value.turned else None
         self._seen, self._had, self._frontier = seen, frontier.had, frontier.calls()
         self._rows = frontier.rows

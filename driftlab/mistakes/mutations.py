@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from driftlab.mistakes.alterations import ALTERATIONS
+from driftlab.mistakes.borders import bordered
 from driftlab.mistakes.dilations import dilated
 from driftlab.mistakes.orders import MOVES, ORDERS, Mutation, turnings
 from driftlab.mistakes.taken_parts import cut_elsewhere, parts_exchanged
@@ -219,6 +220,6 @@ def _which(call: Call, place: int) -> str:
 
 
 INDICES = _integers
-SETTINGS = (_altered, _corrected, INDICES, parts_exchanged, _left_out, _dims, dilated)
+SETTINGS = (_altered, _corrected, INDICES, parts_exchanged, _left_out, _dims, bordered, dilated)
 OPERANDS = (_terms, _turned, _others, _normed_alone, cut_elsewhere)
 NEUTRAL = (_neutral,)

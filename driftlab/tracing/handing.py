@@ -7,8 +7,8 @@ used: put in whenever the reference has it, it would change more than the mistak
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice, product
 
 from torch import Tensor
 
@@ -35,9 +35,39 @@ def given_otherwise(own: Kept, others: Kept, trial: Trial) -> tuple[int, int, st
     for source, module, taken in _takers(own):
         alike = (n for n in offered if others.tensors[n].numel() == own.tensors[source].numel())
         for other in islice(alike, OFFERED):
-            if any(trial.gives_theirs({}, given) for given in _given(own, taken, others.tensors[other])):
-                return own.original[source], other, module
+            for instead in _in_turns(own, others, source, other):
+                given = _given(own, others, instead, module, taken)
+                if any(trial.gives_theirs({}, one) for one in given):
+                    return own.original[source], other, module and _within_reach(own, others, other, module)
     return None
+
+
+def _within_reach(own: Kept, others: Kept, number: int, module: str) -> str:
+    """The module, or that around it in which all is at hand that the candidate makes its value of."""
+    values = own.flow.values
+    made_of = [others.looks_like(n) for n in others.made_of[number] if not others.flow.values[n].weight]
+    at_hand = [[values[n].scope for i in alike for n in (i, *own.users(i))] for alike in made_of if alike]
+    while module and not all(any(lies_in(scope, module) for scope in scopes) for scopes in at_hand):
+        module = module.rpartition(".")[0]
+    return module
+
+
+def _in_turns(own: Kept, others: Kept, source: int, other: int) -> Iterator[dict[int, int]]:
+    """The one for the other, once; and whenever the two are made, where that is as often.
+
+    What the reference has of what the candidate makes so was not mistaken.
+    """
+    yield {source: other}
+    mistaken = ([n for n in theirs if not others.shared[n]] for theirs in others.turns.again(other))
+    again = [
+        dict(zip(mine, theirs, strict=True))
+        for mine, theirs in product(own.turns.again(source), mistaken)
+        if len(mine) == len(theirs) > 1 and (mine[0], theirs[0]) == (source, other)
+    ]
+    for instead in (one for at, one in enumerate(again) if one not in again[:at]):
+        both = [(own.tensors[s], others.tensors[n]) for s, n in instead.items()]
+        if all(one.numel() == value.numel() and value.dim() == both[0][1].dim() for one, value in both):
+            yield instead
 
 
 def fed_otherwise(own: Kept, others: Kept, trial: Trial, spots: Sequence[int], number: int) -> bool:
@@ -117,7 +147,20 @@ def _in_modules(own: Kept, module: str, source: int) -> Iterator[tuple[str, _Tak
         before, module = taken, module.rpartition(".")[0]
 
 
-def _given(own: Kept, taken: _Taken, values: Tensor) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """What these operations are given, as of ``Rewriter``; in each way in which it may lie."""
-    for one in laid_out({i: (own.tensors[i], values) for i in taken.values()}):
+def _given(
+    own: Kept, others: Kept, instead: Mapping[int, int], module: str | None, taken: _Taken
+) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
+    """What these operations are given, as of ``Rewriter``, in each way in which it may lie.
+
+    And those of the module that take a later one.
+
+    Args:
+        instead: the candidate's values for the reference's, of which the first is taken.
+    """
+    (_, first), *later = instead.items()
+    values = dict.fromkeys(taken.values(), others.tensors[first])
+    for source, other in later:
+        more = next(_in_modules(own, module or "", source), ("", {}))[1]
+        taken, values = taken | more, values | dict.fromkeys(more.values(), others.tensors[other])
+    for one in laid_out({i: (own.tensors[i], value) for i, value in values.items()}):
         yield {operation: (own.tensors[i], one[i]) for operation, i in taken.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import fmean, median, stdev
 
 from driftlab.probes.probe import Probe
@@ -17,6 +18,11 @@ from driftlab.words import Evidence, Verdict, counted
 # comes down again (1.99, 7.59, 5.69, 1.71, ..., 1.57, as high learning rates make it) has learned, and one
 # batch of many is no end.
 FALLEN = 2.0
+
+# A training that has learned was seen to leap to four times its first loss, see above; at ten times it runs
+# away. What a network gives there, float64 rounds too coarsely to be told from another function: of two right
+# pairs gradients were 5e-11 off at 850 times the first loss.
+RUNS_AWAY = 10.0
 
 # One chance in a hundred of taking equal odds for different ones; it needs at least 8 seeds that disagree.
 SIGNIFICANT = 0.01
@@ -69,6 +75,16 @@ def fell_over(record: SeedRecord, arm: str) -> bool:
     return len(steps) > 1 and ended_above(
         losses[steps[0]], [losses[s] for s in steps[-tail_of(len(steps)) :]]
     )
+
+
+def before_it_ran_away(record: SeedRecord, arm: str) -> int | None:
+    """The last step of an arm before its loss is beyond ``RUNS_AWAY`` times its first; None if never."""
+    losses = record.series("loss", arm)
+    steps = sorted(losses)
+    for step, following in pairwise(steps):
+        if not losses[following] - losses[steps[0]] <= (RUNS_AWAY - 1) * abs(losses[steps[0]]):  # nor NaN
+            return step
+    return None
 
 
 def tail_of(rows: int) -> int:

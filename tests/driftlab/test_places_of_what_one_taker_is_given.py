@@ -121,3 +121,75 @@ def test_who_takes_it_is_named_or_who_makes_it_if_it_is_a_result(fault, module):
         assert found.verdict in (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
         return
     assert (found.verdict, found.where.module) == (Verdict.BUG, module)
+
+
+class Dense(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.narrow(torch.tanh(self.wide(x)))
+
+
+class SideBySide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(WIDTH), Dense(), Dense()
+
+    def forward(self, x):
+        normed = self.norm(x)
+        return self.first(normed) + self.second(normed) + x
+
+
+class InParts(nn.Module):
+    """The beginning, then the rest, through the same blocks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.head = nn.ModuleList(SideBySide() for _ in range(2)), nn.Linear(WIDTH, 3)
+
+    def part(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def forward(self, begin, rest):
+        return self.part(begin), self.part(rest)
+
+
+class BothInOneProduct(FlatPort):
+    """What both dense parts make is one product; with its fault the second reads what the first has added."""
+
+    def dense(self, i, name, x):
+        return torch.tanh(self.linear(f"blocks_{i}_{name}_wide", x))
+
+    def part(self, x):
+        for i in range(2):
+            name, last = f"blocks_{i}_", i == 1
+            norm = [getattr(self, f"{name}norm_{kind}") for kind in ("weight", "bias")]
+            first = self.dense(i, "first", nn.functional.layer_norm(x, [WIDTH], *norm))
+            read = x + self.linear(f"{name}first_narrow", first) if self.fault and last else x
+            second = self.dense(i, "second", nn.functional.layer_norm(read, [WIDTH], *norm))
+            both = [getattr(self, f"{name}{n}_narrow_weight") for n in ("first", "second")]
+            bias = sum(getattr(self, f"{name}{n}_narrow_bias") for n in ("first", "second"))
+            x = x + torch.cat([first, second], -1) @ torch.cat(both, 1).T + bias
+        return self.linear("head", x)
+
+    def forward(self, begin, rest):
+        return self.part(begin), self.part(rest)
+
+
+def test_what_one_is_given_at_each_call_that_it_could_not_make_is_its_caller_s():
+    torch.manual_seed(1)
+
+    def batch():
+        return (torch.randn(4, 5, WIDTH), torch.randn(4, 3, WIDTH)), torch.randn(4, 8, 3)
+
+    def loss(outputs, target):
+        return (torch.cat(outputs, 1) - target).square().mean()
+
+    batches = [batch() for _ in range(2)]
+    found = diagnose(InParts(), lambda old: BothInOneProduct(old, "serial"), batches, loss=loss, steps=2)
+    assert (found.verdict, found.where.module) == (Verdict.BUG, "blocks.1")
