@@ -91,15 +91,23 @@ def _of_operands(ways: WaysBack, operands: Mapping[Key, Operand], told: Sequence
         own = [operands[key] for key in found]
         wanted, by = told[0]
         words = _words(own[:1], wanted / by[found[0]]) if alone else _words(own[:2], 1.0)
-        return _stop(ways, own, words)
+        return _stop(ways, own, words, _called_again(operands, found))
     return None
 
 
-def _stop(ways: WaysBack, own: Sequence[Operand], words: str) -> Stop:
+def _called_again(operands: Mapping[Key, Operand], found: Sequence[Key]) -> frozenset[str]:
+    """The functions of these that are given the same operand in other calls."""
+    elsewhere = {(o.function, key[1]) for key, o in operands.items() if key not in found}
+    return frozenset(o.function for key in found if ((o := operands[key]).function, key[1]) in elsewhere)
+
+
+def _stop(ways: WaysBack, own: Sequence[Operand], words: str, again: frozenset[str] = frozenset()) -> Stop:
+    """``again``: what is called once more, and given a gradient then, so that it does not stop it itself."""
     scopes = {o.scope.rpartition(".")[0] if ways.takes(o) else o.scope for o in own}
     handed = {o.function for o in own if ways.is_own(o.function)}
     # what a module hands on as it is given it is its own caller's
     between = {m for m in scopes | handed if not any(m != h and lies_in(m, h) for h in handed)}
+    between = (between - again) or between
     return Stop(common(scopes), frozenset(between), any(o.is_weight for o in own), words)
 
 

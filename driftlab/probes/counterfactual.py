@@ -77,8 +77,10 @@ def counterfactual(found: Examination, difference: Difference, place: str) -> Mu
         mine, theirs = (Again(network, *about) for network in (pair.reference, pair.candidate))
         agrees = partial(are_theirs, cases)
         value = exchanged(mine, theirs, agrees, found.rows)
-        if value is None and any(found.rows):  # it may lie in rows that one of the two leaves out
-            value = exchanged(mine, theirs, agrees)
+        if any(found.rows) and (value is None or len(value.scopes) > 1):
+            everywhere = exchanged(mine, theirs, agrees)  # it may lie in rows that one of the two leaves out
+            if everywhere and (value is None or len(everywhere.scopes) < len(value.scopes)):
+                value = everywhere
     with unless_ours():  # a mistake that has words says more, and where it is looked for the value tells
         theirs_made = flow_of(pair.candidate, *about, look=partial(prints, rows=found.rows[1]))
         if fit := fitting(cases, theirs_made, place, value, found.rows[0]):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
-from driftlab.network.modules import common
+from driftlab.network.modules import common, lies_in
 from driftlab.tracing.flow import reached
 from driftlab.tracing.handing import fed_otherwise, given_otherwise
 from driftlab.tracing.integers import integer_pairs
@@ -101,6 +101,8 @@ def _joined(own: Kept, others: Kept, both: Otherwise) -> Exchanged:
 def _handed(own: Kept, others: Kept, spot: int, number: int, module: str | None) -> Exchanged:
     """As something that is done besides, by who takes it; else by who makes it."""
     made = own.flow.values[own.written(spot)].scope
+    if module is not None and lies_in(made, module):  # it makes what it hands on
+        made = module
     users = frozenset() if module is None else frozenset({module})
     return Exchanged(made, frozenset({made}), others.flow.values[number].scope, True, users)
 

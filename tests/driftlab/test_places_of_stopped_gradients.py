@@ -76,3 +76,55 @@ def test_a_frozen_weight_is_said_of_the_module_that_owns_it():
 
 def test_another_form_of_the_loop_is_right():
     assert judged("").verdict in (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
+
+
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + torch.tanh(self.mix(x))
+
+
+class Shared(nn.Module):
+    """Two layers that are called in turn, over and over."""
+
+    def __init__(self):
+        super().__init__()
+        self.group = nn.Sequential(Mixing(), Mixing())
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.group(x)
+        return x
+
+
+class Rounds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.encoder, self.head = nn.Linear(4, WIDTH), Shared(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.head(self.encoder(self.stem(x)))
+
+
+class FlatRounds(FlatPort):
+    def forward(self, x):
+        x = self.linear("stem", x)
+        for turn in range(3):
+            x = x.detach() if self.fault and turn == 2 else x
+            for i in range(2):
+                x = x + torch.tanh(self.linear(f"encoder_group_{i}_mix", x))
+        return self.linear("head", x)
+
+
+def test_what_is_stopped_at_one_call_of_several_is_who_calls():
+    torch.manual_seed(1)
+    batches = [(torch.randn(4, 4), torch.randint(3, (4,))) for _ in range(2)]
+    found = diagnose(
+        Rounds(), lambda old: FlatRounds(old, "cut"), batches, loss=nn.functional.cross_entropy, steps=2
+    )
+    assert (found.verdict, found.where.module) == (Verdict.BUG, "encoder")
+    assert found.where.pass_ == "input gradient"

@@ -87,3 +87,56 @@ def test_whoever_holds_the_table_is_the_place(fault):
         assert found.verdict in (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
         return
     assert (found.verdict, found.where.module) == (Verdict.BUG, "turning")
+
+
+def waves(steps):
+    angles = torch.arange(TEXT + 3)[:, None] * 10.0 ** (-STEPS / steps)
+    return torch.cat([angles.sin(), angles.cos()], 1).float()
+
+
+class Places(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("waves", waves(WIDTH // 2 - 1), persistent=False)
+
+    def forward(self, x):
+        return self.waves.index_select(0, torch.arange(x.shape[1]))
+
+
+class Placed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.places, self.head = nn.Embedding(9, WIDTH), Places(), nn.Linear(WIDTH, 3)
+
+    def forward(self, text):
+        x = self.table(text)
+        return self.head(torch.tanh(x + self.places(x)).mean(1))
+
+
+class Dial(nn.Module):
+    """Adds what it holds, time first."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.register_buffer("held", waves(steps))
+
+    def forward(self, x):
+        return x + self.held[: len(x), None]
+
+
+class FlatPlaced(FlatPort):
+    def __init__(self, old, fault=""):
+        super().__init__(old, fault)
+        self.dial = Dial(WIDTH // 2 - (not fault))
+
+    def forward(self, text):
+        return self.linear("head", torch.tanh(self.dial(self.table_weight[text.T])).mean(0))
+
+
+def test_whoever_takes_rows_out_of_its_own_table_is_the_place():
+    torch.manual_seed(1)
+    batches = [(torch.randint(9, (4, TEXT)), torch.randint(3, (4,))) for _ in range(2)]
+    found = diagnose(Placed(), lambda old: FlatPlaced(old, "one step more"), batches, steps=2)
+    assert (found.verdict, found.where.module) == (Verdict.BUG, "places")
+    assert found.where.candidate_module == "dial"
