@@ -152,7 +152,7 @@ def diagnose(
         candidate: the network after the rewrite, from the same weights; or the function that makes it from a
             deep copy of the reference.
         batches: pairs ``(inputs, targets)``, repeated as needed. Inputs are a tensor, or a tuple or dict of
-            arguments; they lie on the networks' device.
+            arguments; they lie on the networks' device. Of those that require a gradient it is compared too.
         loss: ``loss(outputs, targets)``, a scalar tensor. The tensors of a loss module, or of a ``partial``,
             follow the dtype; those that a function closes over do not.
         optimizer: makes an optimizer of parameters.
