@@ -38,7 +38,7 @@ from driftlab.mistakes.mutations import (
 from driftlab.mistakes.orders import ORDERS
 from driftlab.mistakes.swapped import Swapped
 from driftlab.mistakes.torch_call import Call
-from driftlab.mistakes.weight_mutations import weight_mutations
+from driftlab.mistakes.weight_mutations import turned_weights, weight_mutations
 from driftlab.network.modules import is_torchs
 from driftlab.tracing.prints import Seen
 from driftlab.tracing.scopes import Scopes
@@ -144,7 +144,7 @@ class Mutants:
         """
         together = self._together(), self._swapped.mutants(), in_turn(twin)
         self.unsigned += chain(*together, self._indices.mutants(), self._handed.mutants())
-        changes = weight_mutations(twin, left)
+        changes = chain(weight_mutations(twin, left), turned_weights(twin) if self._within else ())
         self.unsigned += (Mutant(owner, words, WEIGHTS, weights=change) for owner, words, change in changes)
         self.signs, self.unsigned = ([*map(self._as_taken, some)] for some in (self.signs, self.unsigned))
         self.found = [self._of_a_caller(m) for m in self.found]

@@ -37,6 +37,30 @@ def weight_mutations(
         yield owner(name), f"`{name}` as the call leaves it", partial(_set, {name: tensor})
 
 
+def turned_weights(network: nn.Module) -> Iterator[tuple[str, str, Callable[[nn.Module], None]]]:
+    """The same of weights whose numbers stand in another's place of the same weight.
+
+    Of heads of every size: halves that are turned against each other, as of rotary positions, for neighbours
+    that are, and the other way round; a weight that has a row for each of several uses the first of them.
+    """
+    for name, tensor in _tensors(network).items():
+        values = held(tensor).detach()
+        for words, other in _turned(values):
+            if not torch.equal(other, values):
+                yield owner(name), f"`{name}` with {words}", partial(_set, {name: other})
+
+
+def _turned(values: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if values.dim() > 1:
+        yield "its first row for all", values[:1].expand_as(values).clone()
+        return
+    sizes = [s for s in range(4, len(values) + 1, 2) if len(values) % s == 0] if values.dim() else []
+    for size in sizes:
+        for words, shape in (("halves", (-1, 2, size // 2)), ("neighbours", (-1, size // 2, 2))):
+            other = values.unflatten(0, shape).transpose(1, 2).flatten()
+            yield f"the {words} of every {size} where the others are", other
+
+
 def _pairs(alike: Mapping[Hashable, list[list[str]]]) -> Iterator[tuple[list[str], list[str]]]:
     for found in alike.values():
         yield from combinations(found, 2) if len(found) <= SIDE_BY_SIDE else ()
