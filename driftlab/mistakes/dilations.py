@@ -11,6 +11,7 @@ from torch import Tensor
 from driftlab.mistakes.orders import Mutation
 from driftlab.mistakes.torch_call import Call
 
+# Tried of every convolution, besides half and twice its own, as the layers before and behind it mostly have.
 RATES = (1, 2, 3, 4, 8)
 # Where convolutions take it, by place.
 PLACES = {"stride": 3, "padding": 4, "dilation": 5}

@@ -78,13 +78,15 @@ def fell_over(record: SeedRecord, arm: str) -> bool:
 
 
 def before_it_ran_away(record: SeedRecord, arm: str) -> int | None:
-    """The last step of an arm before its loss is beyond ``RUNS_AWAY`` times its first; None if never."""
+    """The last step of an arm before its loss is beyond ``RUNS_AWAY`` times its first; None if never.
+
+    Nor where the first is zero, which is no yardstick.
+    """
     losses = record.series("loss", arm)
     steps = sorted(losses)
-    for step, following in pairwise(steps):
-        if not losses[following] - losses[steps[0]] <= (RUNS_AWAY - 1) * abs(losses[steps[0]]):  # nor NaN
-            return step
-    return None
+    first = losses[steps[0]] if steps else 0.0
+    far = (after for after in pairwise(steps) if not losses[after[1]] - first <= (RUNS_AWAY - 1) * abs(first))
+    return next(far, (None,))[0] if first else None  # NaN is far as well
 
 
 def tail_of(rows: int) -> int:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from driftlab.record.seed_record import SeedRecord
 from driftlab.verdict.evidence import first_flip
+from driftlab.verdict.outcomes import before_it_ran_away
 from driftlab.verdict.rules import judge
 from driftlab.verdict.statistics import mcnemar_exact
 from driftlab.words import Verdict
@@ -259,3 +260,21 @@ def test_nan_from_the_start_accuses_nobody():
     assert judgement.verdict == "inconclusive"
     assert "nothing finite to compare" in judgement.headline
     assert not any("nan" in e.reading for e in judgement.evidence)
+
+
+@pytest.mark.parametrize(
+    ("losses", "step"),
+    [
+        ([2.0, 7.6, 5.7, 1.7], None),  # it has learned
+        ([2.0, 9.5, 4.4, 90.8, 1e20], 2),
+        ([0.4, 320.0, 0.1], 0),
+        ([2.0, 1.0, math.nan], 1),
+        ([-3.0, -2.0, 23.0], None),
+        ([-3.0, -2.0, 25.0], 1),
+        ([0.0, 1e-9, 1e-8], None),
+        ([], None),
+    ],
+)
+def test_the_last_step_before_a_training_runs_away(losses, step):
+    rows = [{"step": s, "loss/reference.float32": loss} for s, loss in enumerate(losses)]
+    assert before_it_ran_away(SeedRecord(0, rows, [], {}), "reference.float32") == step
