@@ -69,6 +69,7 @@ class Shadow(_WithoutMemory):
     """A tensor of dtype ``dtype`` by its own account, whose values are those of ``held``, in float64.
 
     Attributes:
+        whole: of what was rounded, the rounded numbers: what becomes integers, as an index, is no precision.
         rounded: how many numbers were rounded to a grid by now, in all shadows together.
     """
 
@@ -91,6 +92,7 @@ class Shadow(_WithoutMemory):
 
     def __init__(self, held: Tensor, dtype: torch.dtype, requires_grad: bool = False):
         self.held, self.constant = held, False
+        self.whole: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"Shadow({self.dtype}, {self.held!r})"
@@ -155,6 +157,8 @@ def run_operation(func, args: tuple, kwargs: dict):
         return _rounded(func, args, kwargs)
     if func is _aten.view.dtype and isinstance(args[0], Shadow | Bits):
         return _reinterpreted(args[0], args[1])
+    if (whole := _becomes_integers(func, args, kwargs)) is not None:
+        return func(whole, **kwargs)
     leaves = _leaves(args, kwargs)
     if any(isinstance(leaf, Bits) for leaf in leaves):
         return _on_bits(func, leaves, args, kwargs)
@@ -177,6 +181,8 @@ def run_operation(func, args: tuple, kwargs: dict):
             func(*args, **kwargs)  # the shadow's own shape, beside that of what it holds
     if func._schema.is_mutable:
         _written_back(func, (args, kwargs), (inner, named))
+        for leaf in (leaf for leaf in leaves if isinstance(leaf, Shadow)):
+            leaf.whole = None
     known = {id(leaf.held): leaf for leaf in leaves if isinstance(leaf, Shadow)}
     return _mapped(lambda t: _named(t, known, said) if isinstance(t, Tensor) else t, out)
 
@@ -295,8 +301,20 @@ def _rounded(func: Callable, args: tuple, kwargs: dict):
         return func(*args, **kwargs)
     same = Shadow(_on_grid(func, args, kwargs), tensor.dtype)
     if func in _ROUND:
+        same.whole = func(tensor.held, *args[1:], **kwargs)
         return same
     return same, torch.ones_like(tensor.held, dtype=torch.bool)
+
+
+def _becomes_integers(func: Callable, args: tuple, kwargs: dict) -> Tensor | None:
+    """What was rounded, where the operation makes integers of it."""
+    if (
+        func is not _aten._to_copy.default
+        or not isinstance(args[0], Shadow)
+        or kwargs.get("dtype") in (None, *WIDE)
+    ):
+        return None
+    return args[0].whole
 
 
 def _on_grid(func: Callable, args: tuple, kwargs: dict) -> Tensor:

@@ -56,3 +56,19 @@ def test_bits_of_the_sign_are_no_rounding(change, expected):
     x = rows()
     assert torch.equal(change(x), expected(x))
     torch.testing.assert_close(in_shadow(change, x), expected(x.double()), rtol=0, atol=0)
+
+
+def test_what_is_rounded_and_becomes_integers_is_rounded():
+    x = 10 * rows()
+    found = in_shadow(lambda x: x.round().long(), x)
+    assert torch.equal(found, x.double().round().long())
+    assert not torch.equal(found, x.long())
+
+
+def test_what_was_written_into_since_is_rounded_no_more():
+    def raised(x):
+        whole = x.round()
+        return whole.add_(0.25).int()
+
+    x = 10 * rows()
+    assert torch.equal(in_shadow(raised, x), (x.double() + 0.25).int())
