@@ -192,7 +192,7 @@ wrong(
     forecaster_scores_over_the_whole_width=("wrong scale", ("multihead_attn", "multihead_attn.attention")),
     last_forecaster_halves_crossed=("wrong half of a gate", "pre_output_gate_norm.glu"),
 )
-cut = ("a detach too many", ("lstm_decoder", "lstm_encoder"), ("input gradient", weights))
+cut = ("a detach too many", ("lstm_decoder", "lstm_encoder", ""), ("input gradient", weights))
 wrong(
     forecasts,
     NamedWeights,
