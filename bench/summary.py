@@ -25,6 +25,7 @@ WRITTEN = (
     *("seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth", "thirteenth", "fourteenth"),
     *("fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth", "twentieth"),
     *("twenty_first", "twenty_second", "twenty_third", "twenty_fourth", "twenty_fifth", "twenty_sixth"),
+    "twenty_seventh",
 )
 
 

@@ -1,8 +1,8 @@
 """Pairs written by people who had not seen the diagnosis, after it was last changed, and judged once.
 
 ``third_*`` and ``fourth_*``, faults in ports alone, were written after what ``first_*`` and ``second_*`` had
-shown was mended. 25 labels were widened when they had been judged: a right pair may be equal bit for bit (5),
-its reference diverge (11), or torch's own gradient be wrong (3); rounding to bfloat16 be called fewer bits
+shown was mended. 27 labels were widened when they had been judged: a right pair may be equal bit for bit (5),
+its reference diverge (11), or torch's own gradient be wrong (5); rounding to bfloat16 be called fewer bits
 (1), and the gradient of a weight one of the input of its parametrization (1); halves of a kernel exchanged
 are halves of what it reads exchanged (1), and what a module is handed is its caller's affair (3).
 One batch has learnt to ask for the gradient of its inputs, in which alone a fault shows (PatchTST's scaler).
@@ -16,6 +16,6 @@ to stand in for the reference's; ``eleventh_*``, six more, when these were sough
 ``thirteenth_*``, six more, when these were judged; ``fourteenth_*``, six more, when rows that one network
 leaves out had learnt to be left out.
 
-Each of these sets took networks of kinds that none before it had. ``fifteenth_*`` to ``twenty_sixth_*`` are
+Each of these sets took networks of kinds that none before it had. ``fifteenth_*`` to ``twenty_seventh_*`` are
 of the kinds that people port most, which earlier sets had as well: other code, other faults, other writers.
 """
