@@ -16,6 +16,6 @@ to stand in for the reference's; ``eleventh_*``, six more, when these were sough
 ``thirteenth_*``, six more, when these were judged; ``fourteenth_*``, six more, when rows that one network
 leaves out had learnt to be left out.
 
-Each of these sets took networks of kinds that none before it had. ``fifteenth_*`` to ``twenty_seventh_*`` are
+Each of these sets took networks of kinds that none before it had. ``fifteenth_*`` to ``twenty_eighth_*`` are
 of the kinds that people port most, which earlier sets had as well: other code, other faults, other writers.
 """
