@@ -106,7 +106,6 @@ class StackedChronos(Port):
         return {"quantile_preds": (y * scale[..., None] + loc[..., None]).mT, "loss": loss.sum(1).mean()}
 
 
-SLOPES = ("input gradient", "weight gradient")
 right(task, "chronos_of_stacked_weights", "packed stacks, products of weights, loops", StackedChronos)
 wrong(
     task,

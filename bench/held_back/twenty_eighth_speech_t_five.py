@@ -160,7 +160,6 @@ class SpeakingTree(Port):
 
 SLOPES, ENCODER = ("input gradient", "weight gradient"), "speecht5.encoder.wrapped_encoder"
 DECODER, POSTNET = "speecht5.decoder", "speech_decoder_postnet.layers"
-CROSS, SCALE = f"{DECODER}.wrapped_decoder.layers.1.encoder_attn", f"{DECODER}.prenet.encode_positions"
 right(task, "speech_t_five_tree_with_time_first", "a tree, fused keys and values, windows", SpeakingTree)
 wrong(
     task,

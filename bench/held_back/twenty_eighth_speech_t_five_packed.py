@@ -121,7 +121,6 @@ class PackedSpeech(Port):
         return before, before + z, by(y, self.lines[5]).flatten(1)
 
 
-SLOPES, ENCODER = ("input gradient", "weight gradient"), "speecht5.encoder.wrapped_encoder"
 DECODER, POSTNET = "speecht5.decoder", "speech_decoder_postnet.layers"
 CROSS, SCALE = f"{DECODER}.wrapped_decoder.layers.1.encoder_attn", f"{DECODER}.prenet.encode_positions"
 right(task, "speech_t_five_packed_sheets", "packed stacks, split products, taps", PackedSpeech)

@@ -99,23 +99,31 @@ class Operands(TorchFunctionMode):
         return tensor
 
 
-class Undetached(TorchFunctionMode):
-    """In the modules ``undone`` nothing is detached.
+class InModules(TorchFunctionMode):
+    """Some calls are made otherwise in the modules ``changed``.
 
     Attributes:
-        scopes: the modules in which something is, in their order.
+        scopes: the modules in which there are such calls, in their order.
     """
 
-    def __init__(self, now: Scopes, undone: frozenset[str] = frozenset()):
+    def __init__(self, now: Scopes, changed: frozenset[str] = frozenset()):
         super().__init__()
-        self._now, self._undone = now, undone
+        self._now, self._changed = now, changed
         self.scopes: dict[str, None] = {}
+
+    def changes(self) -> bool:
+        """Of one of these calls, which is noted: whether it is in a module that is changed."""
+        self.scopes[self._now.now] = None
+        return self._now.now in self._changed
+
+
+class Undetached(InModules):
+    """Nothing is detached there."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if not _detaches(func, args):
             return func(*args, **(kwargs or {}))
-        self.scopes[self._now.now] = None
-        if self._now.now not in self._undone:
+        if not self.changes():
             return func(*args, **(kwargs or {}))
         return args[0] if isinstance(args[0], Tensor) else None
 

@@ -7,9 +7,9 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from driftlab.mistakes.alterations import FORMS, form
+from driftlab.mistakes.call_modes import InModules
 from driftlab.mistakes.torch_call import Call
 from driftlab.tracing.scopes import Scopes
 
@@ -21,26 +21,20 @@ _TINY = 1e-30
 _Slope = Callable[[Call], Tensor | None]
 
 
-class OtherSlopes(TorchFunctionMode):
-    """In the modules ``held`` activations have another slope on the way back.
+class OtherSlopes(InModules):
+    """Activations have another slope on the way back there."""
 
-    Attributes:
-        scopes: the modules that have such activations, in their order.
-    """
-
-    def __init__(self, slope: _Slope, now: Scopes, held: frozenset[str] = frozenset()):
-        super().__init__()
-        self._slope, self._now, self._held = slope, now, held
-        self.scopes: dict[str, None] = {}
+    def __init__(self, slope: _Slope, now: Scopes, changed: frozenset[str] = frozenset()):
+        super().__init__(now, changed)
+        self._slope = slope
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         call = Call(func, tuple(args), kwargs or {})
         active = form(call) is not None or call.name in _GATED
         sloped = self._slope(call) if active and call.argument(0, "input").requires_grad else None
-        if sloped is None:
+        if sloped is None or not self.changes():
             return call.run()
-        self.scopes[self._now.now] = None
-        return sloped + (call.run() - sloped).detach() if self._now.now in self._held else call.run()
+        return sloped + (call.run() - sloped).detach()
 
 
 def slopes() -> Iterator[tuple[str, _Slope]]:

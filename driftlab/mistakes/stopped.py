@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from driftlab.arithmetic.passes import Recorded
 from driftlab.mistakes.accused import LEFT
-from driftlab.mistakes.call_modes import Key, Undetached
+from driftlab.mistakes.call_modes import InModules, Key, Undetached
 from driftlab.mistakes.held_statistics import HeldStatistics
 from driftlab.mistakes.other_slopes import OtherSlopes, slopes
 from driftlab.mistakes.ways_back import Gradients, Operand, Told, WaysBack
@@ -113,7 +113,7 @@ def _stop(ways: WaysBack, own: Sequence[Operand], words: str, again: frozenset[s
 
 def _in_modules(
     ways: WaysBack,
-    mode: Callable[..., Undetached | HeldStatistics | OtherSlopes],
+    mode: Callable[..., InModules],
     lacks: Mapping[str, Tensor],
     words: str,
 ) -> Stop | None:
