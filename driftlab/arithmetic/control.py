@@ -3,9 +3,9 @@
 A recurrent network of large gain grows a nudge to its own size within one forward pass, in float64 too. The
 error of float32 is no yardstick there, since it is saturated: 2^-29 of it is far below what float64's own
 rounding makes. So before a difference is held against the candidate, the reference is run once more with
-every weight and input moved by one unit in the last place, in the same arithmetic. What that makes is
-rounding, and so is a difference of up to ``HALFWAY`` times that: a rewrite rounds at every step, not only at
-the first.
+every weight and input moved by one unit in the last place, in the same arithmetic (an input that is a whole
+number, as an index is, stays). What that makes is rounding, and so is a difference of up to ``HALFWAY`` times
+that: a rewrite rounds at every step, not only at the first.
 
 A network that is not chaotic answers with about as little as it was moved by, and its control is left out:
 its rounding is told by float32, and a gradient that leaps with a move so small had equal entries to choose

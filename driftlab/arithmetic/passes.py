@@ -22,7 +22,7 @@ from driftlab.arithmetic.draws import Draws, Float32Draws
 from driftlab.arithmetic.naming import LOSS, Named
 from driftlab.arithmetic.shadow import Shadow, plain, shadow, shadow_arithmetic, shadowed
 from driftlab.arithmetic.shadow_tensor import Native
-from driftlab.arithmetic.units import unless_zero
+from driftlab.arithmetic.units import unless_whole, unless_zero
 from driftlab.blame import AboutThePair, described, not_ours, theirs
 from driftlab.fold.layout import gradient_of
 from driftlab.network.calling import (
@@ -130,7 +130,8 @@ def run(
         beside: what the reference gave: the outputs get its names, and those that it lacks are left out.
         outputs: which stands for which.
         nudge, native: what becomes of the constants of a shadow run, see ``shadow_arithmetic``.
-        unit: moves every weight and input by one unit in the last place of the arithmetic, up or down.
+        unit: moves every weight, and every input that is no whole number, by one unit in the last place of
+            the arithmetic, up or down.
         compiled: whether compiled code runs compiled, as far as whoever calls lets it; else as written.
         optimizer: makes the one whose update comes before a last forward pass; no such pass where None.
 
@@ -163,11 +164,11 @@ def run(
 
 def _moved(twin: nn.Module, recorded: Recorded, arithmetic: str, unit: torch.Generator) -> Recorded:
     """The weights of ``twin`` in place, and the inputs as values of the arithmetic."""
-    few = recorded.precision.computes_in
+    few = recorded.precision.computes_in if arithmetic == "float32" else None
 
-    def move(tensor: Tensor) -> Tensor:
+    def move(tensor: Tensor, by: Callable[..., Tensor] = unless_zero) -> Tensor:
         values = tensor.held if isinstance(tensor, Shadow) else tensor.data
-        values.copy_(unless_zero(values, unit, few if arithmetic == "float32" else None))
+        values.copy_(by(values, unit, few))
         return tensor
 
     def moved(tensor: Tensor) -> Tensor:
@@ -175,7 +176,7 @@ def _moved(twin: nn.Module, recorded: Recorded, arithmetic: str, unit: torch.Gen
             return tensor
         own = tensor.detach().clone().to(torch.float64 if arithmetic.endswith("64") else tensor.dtype)
         own = shadow(own) if arithmetic.startswith("shadow") else own
-        return move(own).requires_grad_(tensor.requires_grad)
+        return move(own, unless_whole).requires_grad_(tensor.requires_grad)
 
     for parameter in twin.parameters():
         if parameter.is_floating_point():

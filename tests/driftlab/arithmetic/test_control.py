@@ -42,14 +42,30 @@ class Elman(nn.Module):
         return self.out(state)
 
 
+class Placed(nn.Module):
+    """Of each row the first number is where it stands, as in the patches of Pix2Struct."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.places, self.given, self.factor = nn.Embedding(9, SIZE), nn.Linear(3, SIZE), factor
+
+    def forward(self, x):
+        place, numbers = x[..., 0].long(), x[..., 1:]
+        return (self.places(place) + self.factor * self.given(numbers)).tanh().mean(1)
+
+
 def asked(candidate, gain=10.0, length=64):
-    reference = Elman(gain)
+    reference, given = Elman(gain), torch.Generator().manual_seed(1)
+    return examined(reference, candidate, torch.randn(4, length, 3, generator=given))
+
+
+def examined(reference, candidate, inputs):
     candidate.load_state_dict(reference.state_dict())
     fold = find_fold(reference, candidate)
     stepper = lambda m: torch.optim.SGD(m.parameters(), lr=0.1)  # noqa: E731
     pair = Pair(reference, candidate, fold, F.cross_entropy, stepper, stepper)
-    torch.manual_seed(1)
-    found = Examination(pair, (torch.randn(4, length, 3), torch.randint(2, (4,))))
+    found = Examination(pair, (inputs, torch.tensor([0, 1, 1, 0])))
     return found, next(iter(FUNCTION.ask(found))).evidence
 
 
@@ -102,3 +118,13 @@ def test_equal_entries_of_a_window_are_no_chaos():
     found = compare(pool, Last(), call, lambda t: t)
     assert [d.pass_ for d in found.wrong()] == ["input gradient"]
     assert not found.untold()
+
+
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, Verdict.BIT_IDENTICAL), (1.001, Verdict.BUG)])
+def test_an_index_that_comes_as_a_float_stays_what_it_is(factor, verdict):
+    """One unit below a whole number it would be cut off to another one."""
+    places = torch.arange(20.0).remainder(9).reshape(4, 5, 1)
+    inputs = torch.cat([places, torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(1))], 2)
+    found, evidence = examined(Placed(), Placed(factor), inputs)
+    assert not found.network.untold()
+    assert evidence.supports is verdict
