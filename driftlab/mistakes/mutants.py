@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from driftlab.blame import caller, module_at_work
 from driftlab.mistakes.call_modes import parts
+from driftlab.mistakes.choices import Choices
 from driftlab.mistakes.frontier import Frontier, comes_by, same_numbers
 from driftlab.mistakes.handed import Handed
 from driftlab.mistakes.in_turn import in_turn
@@ -93,7 +94,7 @@ class Mutants:
         self.lines: defaultdict[tuple, dict[str, set[int]]] = defaultdict(dict)
         self._lines_of: defaultdict[str, set[tuple]] = defaultdict(set)  # by the module
         self.calls = self.elements = self._looked_at = 0
-        self._indices, self._handed, self._swapped = Indices(), Handed(), Swapped()
+        self._indices, self._handed, self._swapped, self._choices = Indices(), Handed(), Swapped(), Choices()
         self._operands: dict[Mutant, int] = {}  # which one is another value
         self._norms: defaultdict[tuple, dict[int, Call]] = defaultdict(dict)  # by the module and the weight
 
@@ -108,6 +109,7 @@ class Mutants:
         self._indices.see(number, scope, call)
         self._handed.see(number, call, out, self._scopes.entered, earlier)
         self._swapped.see(number, scope, self._handed_by(scope), call, out)
+        self._choices.see(number, scope, call, out)
         kept = number in self._frontier
         if not kept and self._had.get(number) and scope != self._turned:  # the candidate's call is right
             return out
@@ -142,7 +144,7 @@ class Mutants:
             twin: the network that runs.
             left: its buffers that a call changes, as it leaves them.
         """
-        together = self._together(), self._swapped.mutants(), in_turn(twin)
+        together = self._together(), self._swapped.mutants(), self._choices.mutants(), in_turn(twin)
         self.unsigned += chain(*together, self._indices.mutants(), self._handed.mutants())
         changes = chain(weight_mutations(twin, left), turned_weights(twin) if self._within else ())
         self.unsigned += (Mutant(owner, words, WEIGHTS, weights=change) for owner, words, change in changes)

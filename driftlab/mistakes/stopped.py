@@ -90,8 +90,11 @@ def _of_operands(ways: WaysBack, operands: Mapping[Key, Operand], told: Sequence
     if found := alone or _two_of_one_scope(operands, told):
         own = [operands[key] for key in found]
         wanted, by = told[0]
-        words = _words(own[:1], wanted / by[found[0]]) if alone else _words(own[:2], 1.0)
-        return _stop(ways, own, words, _called_again(operands, found))
+        share = wanted / by[found[0]] if alone else 1.0
+        # who hands on what a layer is given may stop its gradient, but has no slope that might be another
+        sloped = [] if _is_all(share) else [o for o in own if not ways.hands_on(o)]
+        words = _words(own[:1] if alone else own[:2], share)
+        return _stop(ways, sloped or own, words, _called_again(operands, found))
     return None
 
 
@@ -193,11 +196,15 @@ def _two_of_one_scope(operands: Mapping[Key, Operand], told: Sequence[Told]) -> 
     return list(dict.fromkeys(found))
 
 
+def _is_all(share: float) -> bool:
+    return abs(share - 1) <= NEAR
+
+
 def _words(operands: Sequence[Operand], share: float, when: str = "") -> str:
     """Of one, or of two that are stopped together."""
     given = " and ".join(
         f"what `{o.function}`{f' in `{o.scope}`' if o.scope else ''} is given" for o in operands
     )
-    if abs(share - 1) <= NEAR:
+    if _is_all(share):
         return f"{given}, detached there{when}, would do that"
     return f"{1 - share:.4g} times the gradient of {given}{when} would do that"

@@ -86,6 +86,10 @@ class WaysBack:
         """Whether a module of torch's own is given it, so that its caller's code hands it on."""
         return is_torchs(self._modules[operand.scope]) and not operand.is_weight
 
+    def hands_on(self, operand: Operand) -> bool:
+        """Whether a module is given it, so that nothing is computed of it in the code that does that."""
+        return self.takes(operand) or operand.function in self._modules
+
     def sent(self) -> dict[Key, Operand]:
         """What is sent back to each operand of each call, and to its result; nothing of too many."""
         found: dict[Key, Operand] = {}

@@ -39,15 +39,18 @@ def parted_in(found: Examination, pass_: str, wrong: list[Difference]) -> Parted
 
 
 def parted_inside(found: Examination, module: str, wrong: list[Difference]) -> Parting | None:
-    """Where in ``module`` values that both have are sent another gradient, by who calls a layer of torch's.
+    """Where in ``module`` values that both have are sent another gradient.
 
-    It knows of what both have alone, so that it says nothing wider.
+    By who calls a layer of torch's, unless it has no weights and another slope of its own. It knows of what
+    both have alone, so that it says nothing wider.
     """
     slopes, network = slopes_part(found, wrong), found.pair.reference
     if slopes is None:
         return None
     inner = slopes.module
-    inner = inner.rpartition(".")[0] if is_torchs(network.get_submodule(inner)) else inner
+    layer = network.get_submodule(inner)
+    its_own = slopes.own_slope and not any(True for _ in layer.parameters())
+    inner = inner.rpartition(".")[0] if is_torchs(layer) and not its_own else inner
     return replace(slopes, module=inner) if lies_in(inner, module) and inner != module else None
 
 

@@ -101,10 +101,9 @@ def _joined(own: Kept, others: Kept, both: Otherwise) -> Exchanged:
 def _handed(own: Kept, others: Kept, spot: int, number: int, module: str | None) -> Exchanged:
     """As something that is done besides, by who takes it; else by who makes it."""
     made = own.flow.values[own.written(spot)].scope
-    if module is not None and lies_in(made, module):  # it makes what it hands on
-        made = module
+    maker = module if module is not None and lies_in(made, module) else made  # it makes what it hands on
     users = frozenset() if module is None else frozenset({module})
-    return Exchanged(made, frozenset({made}), others.flow.values[number].scope, True, users)
+    return Exchanged(maker, frozenset({made, maker}), others.flow.values[number].scope, True, users)
 
 
 def _integers(own: Kept, others: Kept, trial: Trial, end: float) -> Exchanged | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
 from driftlab.arithmetic.passes import Recorded, computing, in_arithmetic, own_inputs
@@ -45,7 +46,10 @@ class Made:
 
 @dataclass
 class Sent(TorchFunctionMode):
-    """Inside, what functions of torch make is recorded, and then what that is sent."""
+    """Inside, what functions of torch make is recorded, and then what that is sent.
+
+    And what they are given that no function of torch made: an ``autograd.Function`` is none.
+    """
 
     scopes: Scopes
     values: list[Made] = field(default_factory=list)
@@ -54,14 +58,27 @@ class Sent(TorchFunctionMode):
     def __post_init__(self) -> None:
         super().__init__()
         self._numbers: dict[int, tuple[Tensor, int, int]] = {}
+        self._steps: dict[Node, int] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        given = list(tensors_in((args, kwargs or {})))
+        for tensor in given:
+            if tensor.grad_fn is not None:
+                self._see(tensor, self._behind(tensor.grad_fn))
+        inputs = tuple(n for t in given if (n := self._number(t)) is not None)
         out = func(*args, **(kwargs or {}))
-        inputs = tuple(n for t in tensors_in((args, kwargs or {})) if (n := self._number(t)) is not None)
         for tensor in tensors_in(out):
-            if tensor.requires_grad and tensor.is_floating_point() and self._number(tensor) is None:
-                self._keep(tensor, inputs)
+            if tensor.requires_grad:
+                self._see(tensor, inputs)
         return out
+
+    def _behind(self, node: Node) -> tuple[int, ...]:
+        """The values that this step of the backward pass goes on to."""
+        return tuple(self._steps[before] for before, _ in node.next_functions if before in self._steps)
+
+    def _see(self, tensor: Tensor, inputs: tuple[int, ...]) -> None:
+        if tensor.is_floating_point() and self._number(tensor) is None:
+            self._keep(tensor, inputs)
 
     def _number(self, tensor: Tensor) -> int | None:
         """None of what is not known, or was written into."""
@@ -75,6 +92,8 @@ class Sent(TorchFunctionMode):
         self.size += tensor.numel()
         self.values.append(made)
         self._numbers[id(tensor)] = tensor, tensor._version, number
+        if tensor.grad_fn is not None:
+            self._steps[tensor.grad_fn] = number
 
         def keep(gradient: Tensor) -> None:
             made.sent = plain(gradient).cpu() + (0.0 if made.sent is None else made.sent)
@@ -85,10 +104,16 @@ class Sent(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Parting:
-    """The modules in which what is sent parts, of the reference and of the candidate."""
+    """The modules in which what is sent parts, of the reference and of the candidate.
+
+    Attributes:
+        own_slope: whether one call of the reference's lies between, to whose input the candidate sends
+            something else that is no multiple of the right gradient, so that its slope is another.
+    """
 
     module: str
     candidate_module: str
+    own_slope: bool
 
 
 def parting_of_slopes(
@@ -115,7 +140,12 @@ def parting_of_slopes(
         if wrong_before and any(right[n] for n in beyond) and not any(right[n] is False for n in beyond):
             theirs = {n for m in beyond for n in there.find_whole(own.values[m].prints)}
             scopes = ([v.values[n].scope for n in at] for v, at in ((own, beyond), (other, theirs)))
-            return Parting(*map(common, scopes))
+            alone = [inputs[n] for n in beyond] == [(number,)]
+            right_one = own.values[number]
+            sent = [other.values[n].sent for n in there.find_whole(right_one.prints)]
+            return Parting(
+                *map(common, scopes), alone and not any(_is_times(right_one.sent, s) for s in sent)
+            )
     return None
 
 
@@ -140,6 +170,13 @@ def _told(value: Made, there: Seen, others: list[Made]) -> bool | None:
 
 def _same(own: Tensor | None, other: Tensor) -> bool:
     return own is not None and prints(own, sliced=False).same(prints(other, sliced=False), NEAR)
+
+
+def _is_times(own: Tensor | None, other: Tensor | None) -> bool:
+    """Whether the other is a multiple of it; nothing at all is, and is one of everything."""
+    if own is None or other is None or not own.any() or not other.any():
+        return True
+    return any(_same(own / own.norm(), times * other / other.norm()) for times in (1, -1))
 
 
 def _sent(network: nn.Module, whole: Recorded, arithmetic: str, seed: int) -> Sent:

@@ -74,17 +74,32 @@ class QuickSlope(torch.autograd.Function):
         return grad * gate * (1 + 1.702 * x * (1 - gate))
 
 
+class UnknownSlope(QuickSlope):
+    """The same with a slope that no activation has."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (1 - ctx.saved_tensors[0].tanh().abs())
+
+
+BY_HAND = {"quick": QuickSlope, "unknown": UnknownSlope}
+
+
 class Flat(FlatPort):
     def forward(self, x):
         x = self.linear("enter", x)
         gate = x.sigmoid()
         x = self.linear("inner", x * (gate.detach() if self.fault == "gate" else gate))
-        return self.linear("head", QuickSlope.apply(x) if self.fault == "quick" else F.gelu(x))
+        return self.linear("head", BY_HAND[self.fault].apply(x) if self.fault in BY_HAND else F.gelu(x))
 
 
 @pytest.mark.parametrize(
     ("fault", "module", "words"),
-    [("gate", "first", "a gate that is detached"), ("quick", "second", "the slope of gelu's sigmoid form")],
+    [
+        ("gate", "first", "a gate that is detached"),
+        ("quick", "second", "the slope of gelu's sigmoid form"),
+        ("unknown", "second", ""),
+    ],
 )
 def test_the_activation_is_named(fault, module, words):
     torch.manual_seed(1)
@@ -93,3 +108,55 @@ def test_the_activation_is_named(fault, module, words):
     assert (found.verdict, found.where.module) == (Verdict.BUG, module)
     assert found.where.pass_ == "input gradient"
     assert any(words in e.details for e in found.evidence)
+
+
+class Star(nn.Module):
+    """StarReLU (Yu et al., MetaFormer Baselines for Vision, 2022)."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.bias = nn.Parameter(torch.tensor(0.9)), nn.Parameter(torch.tensor(-0.4))
+
+    def forward(self, x):
+        return self.scale * F.relu(x).square() + self.bias
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.act, self.fc2 = nn.Linear(6, 8), Star(), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mlps, self.head = nn.ModuleList((Mlp(), Mlp())), nn.Linear(6, 3)
+
+    def forward(self, x):
+        for mlp in self.mlps:
+            x = x + mlp(x)
+        return self.head(x)
+
+
+class FlatMixed(FlatPort):
+    """``fault`` takes one of the two equal factors of the second square for a constant."""
+
+    def forward(self, x):
+        for i in range(2):
+            y, name = self.linear(f"mlps_{i}_fc1", x).clamp(min=0), f"mlps_{i}_act"
+            y = y * (y.detach() if self.fault and i == 1 else y)
+            y = y * getattr(self, name + "_scale") + getattr(self, name + "_bias")
+            x = x + self.linear(f"mlps_{i}_fc2", y)
+        return self.linear("head", x)
+
+
+def test_half_a_slope_is_the_activation_s_and_not_of_who_calls_it():
+    torch.manual_seed(1)
+    batches = [(torch.randn(8, 6), torch.randint(3, (8,))) for _ in range(3)]
+    found = diagnose(Mixed(), lambda old: FlatMixed(old, "half"), batches, loss=F.cross_entropy, steps=3)
+    assert (found.verdict, found.where.module) == (Verdict.BUG, "mlps.1.act")
+    assert any("0.5 times the gradient" in e.details for e in found.evidence)
