@@ -148,15 +148,22 @@ def compare(
     found = differences(both, fold, prefixes, used, truth, recorded.precision)
     if wide == "float32" and truth is None:
         found = _beside_own_units(found, reference, recorded, both["float32"][0], control)
-    if wide == "shadow" and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found):
-        _try(both, failed, "shadow64", modules, recorded, options)
-        found = differences(both, fold, prefixes, used, precision=recorded.precision)
+    coarser = False
+    if wide == "shadow":
+        in_float64 = "float64" in both and any(d.excess("float64") > 1 >= d.excess("shadow") for d in found)
+        if in_float64:
+            _try(both, failed, "shadow64", modules, recorded, options)
+            found = differences(both, fold, prefixes, used, precision=recorded.precision)
         if _rounds_otherwise(both, found, modules, recorded, fold, prefixes, options):
-            del both["shadow"], both["shadow64"]
+            own, other = both.pop("shadow")
+            both.pop("shadow64", None)
+            coarser = other.rounded < own.rounded
             failed["shadow"] = "the reference rounds to whole numbers, and the candidate otherwise"
             wide, found = "float64", differences(both, fold, prefixes, used, precision=recorded.precision)
     if wide != "shadow":
         found = Opaque(reference, candidate, recorded, fold, prefixes, wide, options).with_natures(found)
+    if coarser:  # it is the reference that has fewer bits
+        found = [replace(d, nature=None) if d.nature is Nature.FEWER_BITS else d for d in found]
     compared = _compared(found, failed, both, judged)
     if wide == "float32":
         return replace(compared, exact=truth is not None)
@@ -174,10 +181,15 @@ def _rounds_otherwise(
 ) -> bool:
     """Whether the two part in a rounding to a grid, as of anchors, that is the reference's function.
 
-    What the candidate alone rounds is its precision.
+    Or find it in two ways, so that they part where no rounding is done and float32 shows nothing of it. What
+    the candidate alone rounds is its precision.
     """
     own, other = both["shadow"]
-    if "shadow64" not in both or not own.rounded or other.rounded > own.rounded:
+    if "float64" not in both or not own.rounded or other.rounded > own.rounded:
+        return False
+    if any(d.excess("shadow") > 1 and d.shown_otherwise("shadow") for d in found):
+        return True
+    if "shadow64" not in both:
         return False
     kept: dict[str, tuple[Passes, Passes]] = {}
     _try(kept, {}, "shadow64", modules, recorded, options | {"native": Native.GRIDS})

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from driftlab.mistakes.roots import epsilon_in, other_side
+from driftlab.mistakes.norms import epsilon_in
+from driftlab.mistakes.roots import other_side
 from driftlab.mistakes.torch_call import Call
 
 

@@ -13,6 +13,19 @@ from driftlab.mistakes.torch_call import Call
 from driftlab.tracing.prints import Seen, prints
 from driftlab.tracing.rows import Rows
 
+# They give some of the numbers that they are given.
+TAKES = (
+    "getitem",
+    "index_select",
+    "gather",
+    "take_along_dim",
+    "chunk",
+    "split",
+    "unbind",
+    "select",
+    "narrow",
+)
+
 
 def comes_by(seen: Seen, values: Any, rows: Rows | None = None) -> bool | None:
     """Whether all of them were come by, in any order; None of what holds no floating numbers.
@@ -50,6 +63,7 @@ class Frontier:
         self._read: dict[int, set[int]] = {}
         self._in_order: dict[int, set[int]] = {}
         self._moves: set[int] = set()
+        self._takes: set[int] = set()
         self._made: dict[int, int] = {}  # by the tensor's id
         self._alive: list[Tensor] = []
 
@@ -60,6 +74,8 @@ class Frontier:
         self._in_order[number] = self._makers(_gives_its_order(call, out))
         if _moves(call):
             self._moves.add(number)
+        if _moves(call) or call.name in TAKES:
+            self._takes.add(number)
         for tensor in parts(out):
             self._made[id(tensor)] = number
             self._alive.append(tensor)  # so that nobody else gets its id
@@ -83,6 +99,14 @@ class Frontier:
             if number in found:
                 found |= {made for made in self._in_order[number] if self.had[made]}
         return {n: n in self._moves or not self._in_order[n] & found for n in found}
+
+    def beyond(self) -> set[int]:
+        """Calls that make something else of what the other network comes by, be it of a part or a copy."""
+        steps: dict[int, int] = {}
+        for number, had in self.had.items():
+            before = max((steps[made] for made in self._read[number]), default=0)
+            steps[number] = 0 if had is not False else before + (number not in self._takes)
+        return {number for number, had in self.had.items() if had is False and steps[number] <= 1}
 
 
 def _moves(call: Call) -> bool:

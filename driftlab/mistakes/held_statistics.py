@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from driftlab.mistakes.call_modes import InModules
-from driftlab.mistakes.norms import NORMS, has_own_statistics, written_out
+from driftlab.mistakes.norms import NORMS, Parts, has_own_statistics, written_out
 from driftlab.mistakes.torch_call import Call
 
 
@@ -19,5 +19,10 @@ class HeldStatistics(InModules):
             return call.run()
         if not self.changes():
             return call.run()
-        eps = torch.finfo(given["input"].dtype).eps if given["eps"] is None else given["eps"]
-        return written_out(call, lambda spread: (spread + eps).sqrt(), held=True)
+        return written_out(call, parts=_held)
+
+
+def _held(parts: Parts) -> Parts:
+    x, *statistics = parts
+    mean, spread = (t.detach() if isinstance(t, Tensor) else t for t in statistics)
+    return x, mean, spread

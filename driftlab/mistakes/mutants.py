@@ -85,9 +85,10 @@ class Mutants:
     ):
         self._network, self._names, self._scopes, self._near = network, names, scopes, near
         self._within = None if value is None else {near or value.scope, value.scope, *value.scopes}
+        self._between = frozenset() if value is None else value.scopes
         self._turned = value.scope if value is not None and value.turned else None
         self._seen, self._had, self._frontier = seen, frontier.had, frontier.calls()
-        self._rows = frontier.rows
+        self._rows, self._beyond = frontier.rows, frontier.beyond()
         self.found: list[Mutant] = []
         self.signs: list[Mutant] = []
         self.unsigned: list[Mutant] = []
@@ -132,7 +133,7 @@ class Mutants:
                 self.unsigned.append(mutant)
             elif comes_by(self._seen, made, self._rows):
                 self.signs.append(mutant)
-            elif mutant.away(self._near) <= 1:
+            elif mutant.away(self._near) <= 1 or (number in self._beyond and mutant.at in self._between):
                 self.unsigned.append(mutant)
         self.unsigned += (m for m, *_ in self._made(here, NEUTRAL, call, earlier, out))
         return out
@@ -151,12 +152,16 @@ class Mutants:
         self.signs, self.unsigned = ([*map(self._as_taken, some)] for some in (self.signs, self.unsigned))
         self.found = [self._of_a_caller(m) for m in self.found]
         for mutants in (self.found, self.signs, self.unsigned):
-            mutants.sort(key=lambda m: m.away(self._near))
+            mutants.sort(key=lambda m: (self._is_further_on(m), m.away(self._near)))
         self.found.sort(key=lambda m: -1 if m.kind is NUMBER else SETTINGS.index(m.kind))
         self.unsigned = _in_turns([m for m in self.unsigned if self._concerns(m)])
 
     def _concerns(self, mutant: Mutant) -> bool:
         return self._within is None or any(mutant.away(scope) <= 1 for scope in self._within)
+
+    def _is_further_on(self, mutant: Mutant) -> bool:
+        """Whether what lies between it and what the candidate comes by may be wrong as well."""
+        return bool(mutant.calls) and self._beyond.isdisjoint(mutant.calls)
 
     def _together(self) -> Iterator[Mutant]:
         """Norms by the statistics of all calls."""
@@ -185,8 +190,9 @@ class Mutants:
     def _made(
         self, here: Mutant, operators: Sequence[Operator], call: Call, earlier: Sequence[Tensor], out: Any
     ) -> Iterator[tuple[Mutant, Callable[[], Any], Any]]:
-        """With what makes their results, and these, which have the right one's shape."""
-        shapes = [t.shape for t in parts(out)]
+        """With what makes their results, and these: other numbers in the right one's shape."""
+        own, moves = parts(out), call.writes or call.name in _MOVES_STATISTICS
+        shapes = [t.shape for t in own]
         given = [t.detach().clone() for t in call.tensors] if call.name in _MOVES_STATISTICS else []
         with torch.no_grad():
             for operator in operators:
@@ -202,7 +208,10 @@ class Mutants:
                         continue
                     finally:
                         _put_back(call, given)
-                    if [t.shape for t in parts(made)] == shapes:
+                    others = parts(made)
+                    if [t.shape for t in others] != shapes:
+                        continue
+                    if moves or not all(map(torch.equal, own, others)):
                         change = partial(_mutated, operator, words, which)
                         mutant = replace(here, words=words, kind=operator, change=change, which=which)
                         yield mutant, make, made

@@ -17,6 +17,7 @@ from torch import Tensor
 from driftlab.mistakes.alterations import ALTERATIONS
 from driftlab.mistakes.borders import bordered
 from driftlab.mistakes.dilations import dilated
+from driftlab.mistakes.norms import normed_otherwise
 from driftlab.mistakes.orders import MOVES, ORDERS, Mutation, turnings
 from driftlab.mistakes.taken_parts import cut_elsewhere, parts_exchanged
 from driftlab.mistakes.torch_call import Call
@@ -220,6 +221,16 @@ def _which(call: Call, place: int) -> str:
 
 
 INDICES = _integers
-SETTINGS = (_altered, _corrected, INDICES, parts_exchanged, _left_out, _dims, bordered, dilated)
+SETTINGS = (
+    _altered,
+    _corrected,
+    INDICES,
+    parts_exchanged,
+    _left_out,
+    _dims,
+    bordered,
+    dilated,
+    normed_otherwise,
+)
 OPERANDS = (_terms, _turned, _others, _normed_alone, cut_elsewhere)
 NEUTRAL = (_neutral,)

@@ -1,35 +1,45 @@
-"""torch's norms written out, so that what they divide by, or the way back, may be another."""
+"""torch's norms written out, so that what they take away or divide by, or the way back, may be another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from driftlab.mistakes.orders import Mutation
 from driftlab.mistakes.torch_call import Call
 
 # What is normed, its mean (0.0 where none is taken off), and its variance, or mean square.
-_Parts = tuple[Tensor, Tensor | float, Tensor]
+Parts = tuple[Tensor, Tensor | float, Tensor]
 
 
-def written_out(call: Call, root: Callable[[Tensor], Tensor], held: bool = False) -> Tensor:
+def written_out(
+    call: Call,
+    root: Callable[[Tensor], Tensor] | None = None,
+    parts: Callable[[Parts], Parts] = lambda parts: parts,
+) -> Tensor:
     """A norm of torch's.
 
     Args:
         call: of one of ``NORMS``, whose arguments are known.
-        root: what is divided by, of the variance.
-        held: whether mean and variance are constants on the way back.
+        root: what is divided by, of the variance; None its root, with the epsilon in it.
+        parts: makes others of what it is made of.
     """
     given = call.given() or {}
     if given.get("running_mean") is not None and has_own_statistics(call.name, given):
         call.again(input=given["input"].detach())  # its buffers move as they did
-    x, mean, spread = NORMS[call.name](given)
-    if held:
-        mean, spread = (t.detach() if isinstance(t, Tensor) else t for t in (mean, spread))
-    out = ((x - mean) / root(spread)).reshape(given["input"].shape)
+    x, mean, spread = parts(NORMS[call.name](given))
+    by = (spread + epsilon_in(given)).sqrt() if root is None else root(spread)
+    out = ((x - mean) / by).reshape(given["input"].shape)
     out = out if given.get("weight") is None else out * _beside(out, given["weight"], call.name)
     return out if given.get("bias") is None else out + _beside(out, given["bias"], call.name)
+
+
+def epsilon_in(given: dict[str, Any]) -> float:
+    """By a norm's arguments; the unit of what it norms where none is given, and 0 where that is."""
+    return torch.finfo(given["input"].dtype).eps if given["eps"] is None else given["eps"]
 
 
 def has_own_statistics(name: str, given: dict[str, Any]) -> bool:
@@ -46,33 +56,33 @@ def _by_channel(x: Tensor, values: Tensor) -> Tensor:
     return values.reshape(-1, *[1] * (x.dim() - 2))
 
 
-def _statistics(x: Tensor, dims: list[int]) -> _Parts:
+def _statistics(x: Tensor, dims: list[int]) -> Parts:
     return x, x.mean(dims, keepdim=True), x.var(dims, correction=0, keepdim=True)
 
 
-def _batch(given: dict[str, Any]) -> _Parts:
+def _batch(given: dict[str, Any]) -> Parts:
     x = given["input"]
     if has_own_statistics("batch_norm", given):
         return _statistics(x, [0, *range(2, x.dim())])
     return x, _by_channel(x, given["running_mean"]), _by_channel(x, given["running_var"])
 
 
-def _instance(given: dict[str, Any]) -> _Parts:
+def _instance(given: dict[str, Any]) -> Parts:
     x = given["input"]
     if has_own_statistics("instance_norm", given):
         return _statistics(x, [*range(2, x.dim())])
     return x, _by_channel(x, given["running_mean"]), _by_channel(x, given["running_var"])
 
 
-def _group(given: dict[str, Any]) -> _Parts:
+def _group(given: dict[str, Any]) -> Parts:
     return _statistics(given["input"].reshape(len(given["input"]), given["num_groups"], -1), [2])
 
 
-def _layer(given: dict[str, Any]) -> _Parts:
+def _layer(given: dict[str, Any]) -> Parts:
     return _statistics(given["input"], _last(given))
 
 
-def _root_mean_square(given: dict[str, Any]) -> _Parts:
+def _root_mean_square(given: dict[str, Any]) -> Parts:
     x = given["input"]
     return x, 0.0, x.square().mean(_last(given), keepdim=True)
 
@@ -81,10 +91,39 @@ def _last(given: dict[str, Any]) -> list[int]:
     return [*range(-len(given["normalized_shape"]), 0)]
 
 
-NORMS: dict[str, Callable[[dict[str, Any]], _Parts]] = {
+NORMS: dict[str, Callable[[dict[str, Any]], Parts]] = {
     "batch_norm": _batch,
     "instance_norm": _instance,
     "group_norm": _group,
     "layer_norm": _layer,
     "rms_norm": _root_mean_square,
 }
+
+
+def normed_otherwise(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
+    """Of a norm by its own statistics: with the mean, or without it; by a variance over n - 1."""
+    given = call.given() if call.name in NORMS and call.tensors else None
+    if not given or not has_own_statistics(call.name, given):
+        return
+    if call.name == "rms_norm":
+        yield "the mean taken away in `rms_norm`", lambda: written_out(call, parts=_centred)
+        return
+    yield f"no mean taken away in `{call.name}`", lambda: written_out(call, parts=_uncentred)
+    yield f"a variance over n - 1, not n, in `{call.name}`", lambda: written_out(call, parts=_corrected)
+
+
+def _centred(parts: Parts) -> Parts:
+    x, _, square = parts
+    mean = x.mean([dim for dim, size in enumerate(square.shape) if size == 1 < x.shape[dim]], keepdim=True)
+    return x, mean, square - mean.square()
+
+
+def _uncentred(parts: Parts) -> Parts:
+    x, mean, spread = parts
+    return x, 0.0, spread + mean * mean
+
+
+def _corrected(parts: Parts) -> Parts:
+    x, mean, spread = parts
+    n = x.numel() / spread.numel()
+    return x, mean, spread * (n / (n - 1))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from driftlab.mistakes.norms import written_out
+from driftlab.mistakes.norms import epsilon_in, written_out
 from driftlab.mistakes.torch_call import Call
 
 # An epsilon is no larger.
@@ -65,8 +65,3 @@ def _is_reciprocal(call: Call) -> bool:
 
 def _exponent(call: Call) -> float | None:
     return call.args[1] if len(call.args) == 2 and isinstance(call.args[1], float) else None
-
-
-def epsilon_in(given: dict[str, Any]) -> float:
-    """Of a norm, by its arguments: float32's own unit where none is given, and 0 where that is."""
-    return 2.0**-23 if given["eps"] is None else given["eps"]

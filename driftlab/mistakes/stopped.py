@@ -42,6 +42,7 @@ class Stop:
     Attributes:
         scope: the module of the reference in which it lies.
         between: the modules in which it may lie as well; nothing here tells in which.
+        taker: the innermost module that is handed it as it is; "" of none, or of several.
         of_weight: whether what is stopped is the gradient of a weight itself.
         words: what would do that.
     """
@@ -50,6 +51,7 @@ class Stop:
     between: frozenset[str]
     of_weight: bool
     words: str
+    taker: str = ""
 
 
 def stopped(
@@ -111,7 +113,9 @@ def _stop(ways: WaysBack, own: Sequence[Operand], words: str, again: frozenset[s
     # what a module hands on as it is given it is its own caller's
     between = {m for m in scopes | handed if not any(m != h and lies_in(m, h) for h in handed)}
     between = (between - again) or between
-    return Stop(common(scopes), frozenset(between), any(o.is_weight for o in own), words)
+    innermost = [m for m in handed if not any(h != m and lies_in(h, m) for h in handed)]
+    taker = innermost[0] if len(innermost) == 1 else ""
+    return Stop(common(scopes), frozenset(between), any(o.is_weight for o in own), words, taker)
 
 
 def _in_modules(

@@ -99,8 +99,9 @@ class WaysBack:
                 return tensor
             scope, weight, line = self.scopes.now, tensor.is_leaf, callers()
 
-            def keep(gradient: Tensor) -> None:
-                if not self._sending:  # a network that differentiates on its way, as for forces
+            def keep(gradient: Tensor | None) -> None:
+                # an autograd.Function sends none; a network may differentiate on its way, as for forces
+                if gradient is None or not self._sending:
                     return
                 self._kept += gradient.numel()
                 if self._kept > KEPT:

@@ -30,7 +30,7 @@ def where_a_value_would(pair: Pair, place: Place, value: Exchanged, right: Calla
     several = len(value.scopes) > 1  # where one module makes it all, it is that module
     callers = set(map(_caller, value.scopes)) if several else set()
     if place.module and place.module in value.scopes | callers and not _joined_to(pair, place, value.scope):
-        return place
+        return replace(place, module=_inside(pair, place.module, value.scopes))
     if value.scopes == {value.scope} and right(value.scope) and lies_in(value.scope, place.module):
         return place
     return replace(place, module=called(pair.reference, value.scope), candidate_module=value.candidate_scope)
@@ -65,6 +65,15 @@ def _where_more_is_done(pair: Pair, place: Place, value: Exchanged) -> Place:
     if _torchs(pair, module) and not (value.inside and module == value.scope):
         module = value.scope if lies_in(module, value.scope) and module != value.scope else _caller(module)
     return replace(place, module=_written(pair, module), candidate_module=value.candidate_scope)
+
+
+def _inside(pair: Pair, module: str, scopes: frozenset[str]) -> str:
+    """Of a list of modules, which has no code that might be wrong, the one among these in which that is."""
+    if not module or module in scopes or not _is_in_turn(pair, module):
+        return module
+    depth = module.count(".") + 2
+    inner = {".".join(s.split(".")[:depth]) for s in scopes if lies_in(s, module)}
+    return inner.pop() if len(inner) == 1 else module
 
 
 def with_code(pair: Pair, module: str) -> str:

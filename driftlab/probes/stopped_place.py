@@ -62,15 +62,19 @@ def at_one_change(pair: Pair, module: str, pass_: str) -> Place:
 
 
 def _taken_by(pair: Pair, stop: Stop, module: str) -> str | None:
-    """Who takes it of what is handed to one module alone, where the flow parts in there.
+    """Who takes it, or makes it, of what may lie in one module besides.
 
-    The network hands on all there is, and a loop the same to each of its layers: their names say less.
+    The network hands on all there is, and a loop the same to each of its layers: their names say less. In the
+    layer the flow may know in which module; else it is the one that goes on with it.
     """
-    takers = stop.between - {stop.scope}
-    if len(takers) != 1 or not lies_in(module, taker := next(iter(takers))):
+    others = stop.between - {stop.scope}
+    if len(others) != 1:
         return None
-    in_turn = isinstance(pair.reference.get_submodule(taker.rpartition(".")[0]), nn.ModuleList)
-    return with_code(pair, module) if in_turn or not stop.scope else None
+    other = next(iter(others))
+    in_turn = isinstance(pair.reference.get_submodule(other.rpartition(".")[0]), nn.ModuleList)
+    if lies_in(module, other):
+        return with_code(pair, module) if in_turn or not stop.scope else None
+    return (stop.taker if lies_in(stop.taker, other) else other) if in_turn else None
 
 
 def _largest(wrong: list[Difference]) -> Difference:

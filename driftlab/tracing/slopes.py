@@ -95,7 +95,9 @@ class Sent(TorchFunctionMode):
         if tensor.grad_fn is not None:
             self._steps[tensor.grad_fn] = number
 
-        def keep(gradient: Tensor) -> None:
+        def keep(gradient: Tensor | None) -> None:
+            if gradient is None:  # an autograd.Function sends it none
+                return
             made.sent = plain(gradient).cpu() + (0.0 if made.sent is None else made.sent)
 
         if tensor.grad_fn is not None and self.size <= LARGEST:

@@ -1,6 +1,8 @@
 """Gradients stopped at each turn of a loop, where no one call is sent what is lacked; and a frozen weight."""
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from driftlab import Verdict, diagnose
@@ -127,4 +129,75 @@ def test_what_is_stopped_at_one_call_of_several_is_who_calls():
         Rounds(), lambda old: FlatRounds(old, "cut"), batches, loss=nn.functional.cross_entropy, steps=2
     )
     assert (found.verdict, found.where.module) == (Verdict.BUG, "encoder")
+    assert found.where.pass_ == "input gradient"
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.k, self.v = nn.Linear(4, WIDTH), nn.Linear(4, WIDTH)
+
+    def forward(self, x, memory):
+        return (x @ torch.tanh(self.k(memory)).mT).softmax(-1) @ self.v(memory)
+
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.read = Reader()
+
+    def forward(self, x, memory):
+        return x + self.read(x.tanh(), memory)
+
+
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, 2))
+
+    def forward(self, x):
+        return torch.tanh(x @ self.weight)
+
+
+class Story(nn.Module):
+    """One memory for all halves, and as many scores of what they make."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.memory, self.halves = nn.Linear(3, 4), nn.ModuleList(Half() for _ in range(3))
+        self.scores, self.head = nn.ModuleList(Scores() for _ in range(3)), nn.Linear(6, 3)
+
+    def forward(self, x, given):
+        memory = torch.tanh(self.memory(given))
+        for half in self.halves:
+            x = half(x, memory)
+        return self.head(torch.cat([score(x) for score in self.scores], -1).mean(1))
+
+
+class FlatStory(FlatPort):
+    """``fault`` cuts the memory, or a score, off in the second turn."""
+
+    def forward(self, x, given):
+        memory = torch.tanh(self.linear("memory", given))
+        for i in range(3):
+            seen = memory.detach() if self.fault == "memory" and i == 1 else memory
+            k, v = (
+                torch.tanh(self.linear(f"halves_{i}_read_k", seen)),
+                self.linear(f"halves_{i}_read_v", seen),
+            )
+            x = x + torch.einsum("ntc,nsc->nts", x.tanh(), k).softmax(-1) @ v
+        weights = torch.cat([getattr(self, f"scores_{i}_weight") for i in range(3)], 1)
+        first, second, third = torch.tanh(x @ weights).chunk(3, -1)
+        second = second.detach() if self.fault == "score" else second
+        return self.linear("head", torch.cat([first, second, third], -1).mean(1))
+
+
+@pytest.mark.parametrize(("fault", "module"), [("memory", "halves.1.read"), ("score", "scores.1")])
+def test_a_loop_does_the_same_to_all_so_that_one_of_its_modules_is_it(fault, module):
+    torch.manual_seed(1)
+    inputs = {"x": torch.randn(4, 5, WIDTH), "given": torch.randn(4, 6, 3)}
+    batches = [(inputs, torch.randint(3, (4,))) for _ in range(2)]
+    found = diagnose(Story(), lambda old: FlatStory(old, fault), batches, loss=F.cross_entropy, steps=2)
+    assert (found.verdict, found.where.module) == (Verdict.BUG, module)
     assert found.where.pass_ == "input gradient"
