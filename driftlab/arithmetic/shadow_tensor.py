@@ -10,7 +10,7 @@ from torch import Tensor
 
 from driftlab.arithmetic.draws import DRAWING, drawn
 from driftlab.arithmetic.softplus import softplus, softplus_backward
-from driftlab.arithmetic.written_numbers import as_written, in_float32
+from driftlab.arithmetic.written_numbers import as_written, in_float32, table_as_written
 from driftlab.process.cuda_kernels import hard_sigmoid_backward
 
 WIDE = {torch.float64: torch.float64, torch.complex128: torch.complex128, torch.complex64: torch.complex128}
@@ -239,7 +239,8 @@ def _inner(leaf: object) -> object:
     if isinstance(leaf, Shadow):
         return leaf.held
     if isinstance(leaf, Tensor) and leaf.dtype in WIDE:
-        return leaf.to(WIDE[leaf.dtype])
+        written = leaf.dtype is torch.float32 and not Shadow.native & (Native.TABLES | Native.NUMBERS)
+        return table_as_written(leaf) if written else leaf.to(WIDE[leaf.dtype])
     if isinstance(leaf, torch.dtype):
         return WIDE.get(leaf, leaf)
     return leaf

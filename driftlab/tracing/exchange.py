@@ -14,7 +14,7 @@ from functools import partial
 
 from driftlab.network.modules import common, lies_in
 from driftlab.tracing.flow import reached
-from driftlab.tracing.handing import fed_otherwise, given_otherwise
+from driftlab.tracing.handing import fed_otherwise, given_otherwise, only_source
 from driftlab.tracing.integers import integer_pairs
 from driftlab.tracing.joining import Otherwise, joined_otherwise
 from driftlab.tracing.kept import Kept
@@ -80,7 +80,22 @@ def _exchanged(own: Kept, others: Kept, trial: Callable[..., Trial]) -> Exchange
     if several or found.besides:
         return found
     fed = fed_otherwise(own, others, trial(BEFORE), [int(spot)], search.number)
+    source = only_source(own, int(spot)) if fed else -1
+    if fed and not own.shared[source]:
+        return _made_before(own, found, source)
     return replace(found, fed=fed)
+
+
+def _made_before(own: Kept, found: Exchanged, source: int) -> Exchanged:
+    """Of a module that does its own work right, and is given what the candidate has not: who makes that.
+
+    As a norm of a stream whose last row alone is a result, which no mistake in the others comes to.
+    """
+    values = own.flow.values
+    lacked = [values[n] for n in reached([source], own.lacked_whole)]
+    scopes = frozenset(v.scope for v in lacked if v.made_by[0] and v.prints is not None)
+    scope = values[own.written(source)].scope
+    return replace(found, scope=scope, scopes=scopes, users=frozenset(), inside=False)
 
 
 def _scopes(own: Kept, spots: Collection[int]) -> set[str]:

@@ -73,10 +73,10 @@ def _in_turns(own: Kept, others: Kept, source: int, other: int) -> Iterator[dict
 def fed_otherwise(own: Kept, others: Kept, trial: Trial, spots: Sequence[int], number: int) -> bool:
     """Whether the module that makes these values, in a call each, does so of others of the candidate's.
 
-    Of one value that both networks have, so that its own work may be right.
+    Of one value alone, so that its own work may be right.
     """
-    module, sources = own.flow.values[spots[0]].scope, [_only_source(own, spot) for spot in spots]
-    if not all(source in own.tensors and own.shared[source] for source in sources):
+    module, sources = own.flow.values[spots[0]].scope, [only_source(own, spot) for spot in spots]
+    if not all(source in own.tensors for source in sources):
         return False
     mine = joined_in_one(own, sources)
     taken = {
@@ -92,7 +92,7 @@ def fed_otherwise(own: Kept, others: Kept, trial: Trial, spots: Sequence[int], n
     return False
 
 
-def _only_source(own: Kept, spot: int) -> int:
+def only_source(own: Kept, spot: int) -> int:
     """The one value besides weights that the module that makes ``spot`` makes it of; -1 of several."""
     values, module = own.flow.values, own.flow.values[spot].scope
     inside = reached([spot], lambda at: [i for i in values[at].inputs if values[i].scope == module])

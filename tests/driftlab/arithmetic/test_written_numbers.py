@@ -10,7 +10,7 @@ from torch import nn
 
 from driftlab import Verdict, diagnose
 from driftlab.arithmetic.shadow import held, shadow, shadow_arithmetic
-from driftlab.arithmetic.written_numbers import as_written
+from driftlab.arithmetic.written_numbers import MANY, as_written, table_as_written
 
 torch.set_num_threads(1)
 
@@ -69,3 +69,46 @@ def test_whoever_writes_it_out_has_the_same_function(eps, verdict):
     torch.manual_seed(0)
     batches = [(torch.randn(16, 6), torch.randint(3, (16,))) for _ in range(3)]
     assert diagnose(Norm(), rewritten, batches, loss=F.cross_entropy).verdict is verdict
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-9999, 9999), min_size=1, max_size=MANY), st.integers(-20, 20))
+def test_a_table_of_short_decimals_comes_back_whole(digits, power):
+    numbers = [float(f"{one}e{power}") for one in digits]
+    assert table_as_written(torch.tensor(numbers, dtype=torch.float32)).tolist() == numbers
+
+
+@pytest.mark.parametrize("numbers", [[0.485, 1 / 3], [0.485] * (MANY + 1), [float("nan")]])
+def test_a_table_that_nobody_wrote_down_stays(numbers):
+    table = torch.tensor(numbers, dtype=torch.float32)
+    torch.testing.assert_close(table_as_written(table), table.double(), rtol=0, atol=0, equal_nan=True)
+
+
+class Shifted(nn.Module):
+    """Pictures around a half, shifted by each channel's mean: in numbers, or in a tensor."""
+
+    def __init__(self, means=(0.485, 0.456, 0.406), in_tensor=False):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 5, 3), nn.Linear(5, 3)
+        self.means, self.in_tensor = means, in_tensor
+
+    def forward(self, x):
+        if self.in_tensor:
+            x = 50 * (x * 1e-2 + (x.new_tensor(self.means) - 0.5)[:, None, None])
+        else:
+            x = torch.stack([50 * (x[:, i] * 1e-2 + (mean - 0.5)) for i, mean in enumerate(self.means)], 1)
+        return self.head(self.conv(x).tanh().mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("means", "verdict"), [((0.485, 0.456, 0.406), Verdict.ROUND_OFF), ((0.485, 0.456, 0.4061), Verdict.BUG)]
+)
+def test_means_in_a_tensor_are_the_means_in_numbers(means, verdict):
+    def rewritten(model):
+        other = Shifted(means, in_tensor=True)
+        other.load_state_dict(model.state_dict())
+        return other
+
+    torch.manual_seed(0)
+    batches = [(torch.randn(4, 3, 6, 5), torch.randint(3, (4,))) for _ in range(3)]
+    assert diagnose(Shifted(), rewritten, batches, loss=F.cross_entropy).verdict is verdict
