@@ -1,4 +1,4 @@
-"""A convolution with another dilation, whose result has the size that it has."""
+"""A convolution with another dilation, or its kernel the other way: with a result of the size that it has."""
 
 from __future__ import annotations
 
@@ -31,6 +31,20 @@ def dilated(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
         if not any(_each(call, "padding", 0)):
             yield words, lambda rate=rate: _padded_before(call, own, rate, sides=2)
             yield words, lambda rate=rate: _padded_before(call, own, rate, sides=1)
+
+
+def turned_kernel(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
+    """Of a convolution over rows and columns, with these exchanged: a kernel of 1 by 7 that runs down."""
+    if (
+        call.name == "conv2d"
+        and max(_kernel(call)) > 1
+        and not isinstance(call.argument(4, "padding", 0), str)
+    ):
+        settings = {name: _each(call, name, int(name != "padding"))[::-1] for name in PLACES}
+        weight = call.argument(1, "weight").transpose(2, 3)
+        given = {"bias": call.argument(2, "bias"), "groups": call.argument(6, "groups", 1)} | settings
+        words = "a kernel with rows and columns exchanged"
+        yield words, lambda: call.function(call.argument(0, "input"), weight, **given)
 
 
 def _own(call: Call) -> int | None:

@@ -55,6 +55,8 @@ def fitting(
 ) -> list[Mutant]:
     """The changes of the reference that make the candidate's results of it, of the first kind that has any.
 
+    First of all kinds those that are ``near``, or near to who makes ``value``, then those further off.
+
     Args:
         cases: all quantities of the pass, a wrong one first.
         candidate: the flow of its values.
@@ -67,11 +69,19 @@ def fitting(
     if mutants is None:
         return []
     most = ELEMENTS / max(1, mutants.elements)
-    trials.runs = min(RUNS, most)
-    lines = mutants.lines
-    found = trials.fitting(mutants.found, lines) or trials.fitting(mutants.signs, lines)
-    trials.runs = min(UNSIGNED_RUNS, most, UNSIGNED_CALLS / max(1, mutants.calls))
-    return found or trials.fitting(mutants.unsigned, lines)
+    signed, unsigned = min(RUNS, most), min(UNSIGNED_RUNS, most, UNSIGNED_CALLS / max(1, mutants.calls))
+    made_up: list[Mutant] = []  # by a number that nobody writes down, as one term of a sum does for another
+    for near in (True, False):
+        sides = mutants.found, mutants.signs, mutants.unsigned
+        found, signs, others = ([m for m in some if mutants.is_near(m) is near] for some in sides)
+        trials.runs = signed
+        fit = trials.fitting(found, mutants.lines) or trials.fitting(signs, mutants.lines)
+        signed, trials.runs = trials.runs, unsigned
+        fit = fit or trials.fitting(others, mutants.lines)
+        if any(m.kind is not NUMBER or m.spelled for m in fit):
+            return fit
+        made_up, unsigned = made_up or fit, trials.runs
+    return made_up
 
 
 class _Trials:

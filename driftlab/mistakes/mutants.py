@@ -86,6 +86,7 @@ class Mutants:
         self._network, self._names, self._scopes, self._near = network, names, scopes, near
         self._within = None if value is None else {near or value.scope, value.scope, *value.scopes}
         self._between = frozenset() if value is None else value.scopes
+        self._nearest = (near,) if value is None else (near, value.scope)
         self._turned = value.scope if value is not None and value.turned else None
         self._seen, self._had, self._frontier = seen, frontier.had, frontier.calls()
         self._rows, self._beyond = frontier.rows, frontier.beyond()
@@ -150,11 +151,18 @@ class Mutants:
         changes = chain(weight_mutations(twin, left), turned_weights(twin) if self._within else ())
         self.unsigned += (Mutant(owner, words, WEIGHTS, weights=change) for owner, words, change in changes)
         self.signs, self.unsigned = ([*map(self._as_taken, some)] for some in (self.signs, self.unsigned))
-        self.found = [self._of_a_caller(m) for m in self.found]
+        self.found = [*self._of_a_layer(), *map(self._of_a_caller, self.found)]
         for mutants in (self.found, self.signs, self.unsigned):
-            mutants.sort(key=lambda m: (self._is_further_on(m), m.away(self._near)))
+            mutants.sort(key=lambda m: (self._away(m), self._is_further_on(m)))
         self.found.sort(key=lambda m: -1 if m.kind is NUMBER else SETTINGS.index(m.kind))
         self.unsigned = _in_turns([m for m in self.unsigned if self._concerns(m)])
+
+    def is_near(self, mutant: Mutant) -> bool:
+        """To the module that is thought of, or to who makes the value."""
+        return self._away(mutant) <= 1
+
+    def _away(self, mutant: Mutant) -> int:
+        return min(mutant.away(module) for module in self._nearest)
 
     def _concerns(self, mutant: Mutant) -> bool:
         return self._within is None or any(mutant.away(scope) <= 1 for scope in self._within)
@@ -175,6 +183,18 @@ class Mutants:
         place, number = self._operands.get(mutant), min(mutant.calls, default=-1)
         taker = None if place is None else self._handed.goes_on_with(number, place, mutant.scope)
         return mutant if taker is None else replace(mutant, scope=taker)
+
+    def _of_a_layer(self) -> Iterator[Mutant]:
+        """Of torch's, which is called from several lines: all of its calls."""
+        known = set()
+        for mutant in self.found:
+            several = len(self._lines_of[mutant.scope]) > 1 and mutant.made_in is None
+            if several and (key := (mutant.scope, mutant.words, mutant.which)) not in known:
+                known.add(key)
+                alike = (m for line, m in self.lines.items() if line[-1:] == mutant.line[-1:])
+                calls = frozenset[int]().union(*(modules.get(mutant.scope, ()) for modules in alike))
+                if is_torchs(self._network.get_submodule(mutant.scope)):
+                    yield replace(mutant, calls=calls, line=())
 
     def _of_a_caller(self, mutant: Mutant) -> Mutant:
         """The same; its caller's, if torch's layer is given an index, or is called from several lines."""
@@ -256,6 +276,6 @@ def _in_turns(mutants: Sequence[Mutant]) -> list[Mutant]:
     """One of each kind, and again, as long as there are any."""
     kinds: dict[Hashable, list[Mutant]] = {}
     for mutant in mutants:
-        operators = next((some for some in (ORDERS, OPERANDS) if mutant.kind in some), mutant.kind)
+        operators = next((some for some in (ORDERS, OPERANDS[1:]) if mutant.kind in some), mutant.kind)
         kinds.setdefault(operators, []).append(mutant)
     return [m for m in chain.from_iterable(zip_longest(*kinds.values())) if m is not None]

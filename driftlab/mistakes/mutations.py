@@ -16,9 +16,10 @@ from torch import Tensor
 
 from driftlab.mistakes.alterations import ALTERATIONS
 from driftlab.mistakes.borders import bordered
-from driftlab.mistakes.dilations import dilated
+from driftlab.mistakes.dilations import dilated, turned_kernel
 from driftlab.mistakes.norms import normed_otherwise
 from driftlab.mistakes.orders import MOVES, ORDERS, Mutation, turnings
+from driftlab.mistakes.pools import pooled_otherwise
 from driftlab.mistakes.taken_parts import cut_elsewhere, parts_exchanged
 from driftlab.mistakes.torch_call import Call
 
@@ -106,8 +107,8 @@ def _altered(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
 
 def _left_out(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """What goes in comes out; a number that is added is not."""
-    if call.tensors and call.tensors[0].is_floating_point():
-        yield f"`{call.name}` left out", lambda: call.tensors[0]
+    if (place := call.goes_on_with) is not None:
+        yield f"`{call.name}` left out", lambda: call.tensors[place]
 
 
 def checks_integers(call: Call) -> bool:
@@ -155,10 +156,14 @@ def _dims(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
 
 
 def _turned(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """An operand in another order, or in the other's place."""
+    """An operand in another order."""
     for place, tensor in enumerate(call.tensors):
         for words, turned in turnings(tensor) if tensor.is_floating_point() else ():
             yield _with(call, place, words, turned)
+
+
+def _exchanged(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
+    """Two operands each in the other's place."""
     for (i, one), (j, other) in combinations(enumerate(call.tensors), 2):
         floating = one.is_floating_point() and other.is_floating_point()
         if floating and one.shape == other.shape and call.name not in _BOTH_WAYS:
@@ -222,15 +227,8 @@ def _which(call: Call, place: int) -> str:
 
 INDICES = _integers
 SETTINGS = (
-    _altered,
-    _corrected,
-    INDICES,
-    parts_exchanged,
-    _left_out,
-    _dims,
-    bordered,
-    dilated,
-    normed_otherwise,
+    *(_altered, _corrected, INDICES, parts_exchanged, _left_out, _dims),
+    *(bordered, dilated, turned_kernel, normed_otherwise, pooled_otherwise),
 )
-OPERANDS = (_terms, _turned, _others, _normed_alone, cut_elsewhere)
+OPERANDS = (_exchanged, _terms, _turned, _others, _normed_alone, cut_elsewhere)
 NEUTRAL = (_neutral,)

@@ -43,7 +43,7 @@ class Swapped:
             inner = [(i, m) for i, m in enumerate(made_in) if m != at and lies_in(m, at)]
             self._summed += ((number, at, place, module) for place, module in inner)
         self._made_in |= {id(t): at for t in parts(out)}
-        x = call.tensors[0] if call.tensors else None
+        x = None if call.goes_on_with is None else call.tensors[call.goes_on_with]
         if x is None or call.writes or not isinstance(out, Tensor) or out is x or out.shape != x.shape:
             return
         if call.name in COPIES:  # of what is written into later, the other order is another value
@@ -68,8 +68,9 @@ class Swapped:
 def _swapped(first: int, kept: dict[str, Call], number: int, call: Call, *others: Any) -> Any:
     if number == first:
         kept["first"] = call
-        return call.tensors[0]
-    return kept["first"].with_tensor(0, call.run()).run()
+        return call.tensors[call.goes_on_with or 0]
+    first = kept["first"]
+    return first.with_tensor(first.goes_on_with or 0, call.run()).run()
 
 
 def _kept(kept: dict[str, Any], name: str, network: nn.Module) -> None:

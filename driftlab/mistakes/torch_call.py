@@ -77,6 +77,15 @@ class Call:
         self.with_tensors(lambda place, tensor: found.append(tensor))
         return found
 
+    @property
+    def goes_on_with(self) -> int | None:
+        """Which of them it makes another of: of ``where(mask, x, y)`` the larger one; None of integers."""
+        place = 0
+        if self.name == "where" and len(self.tensors) == 3:
+            place = 1 if self.tensors[1].numel() > self.tensors[2].numel() else 2
+        floating = len(self.tensors) > place and self.tensors[place].is_floating_point()
+        return place if floating else None
+
     def with_tensor(self, place: int, tensor: Tensor) -> Call:
         """With another one of ``tensors``."""
         return self.with_tensors(lambda at, own: tensor if at == place else own)
