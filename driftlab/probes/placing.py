@@ -22,6 +22,8 @@ from driftlab.words import Place, ToldBy, Verdict
 
 # What two networks give each other in float32 differs by less; so do the inputs of what lies before a fault.
 ALREADY_WRONG = 1e-4
+# What a norm moves by itself.
+OWN_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def owner(wrong: list[Difference], fold: Fold) -> str:
@@ -36,6 +38,8 @@ def owner(wrong: list[Difference], fold: Fold) -> str:
     if pass_ == "weight gradient" and set(names) <= set(fold.repeated):  # no longer tied: who held them all
         return common_parent(names)
     owners = {n.rpartition(".")[0] for n in names}
+    if pass_ == "buffer" and len(owners) > 1 and not any(n.endswith(OWN_STATISTICS) for n in names):
+        return common_parent(names)  # weights that somebody moves, as an average of others
     if pass_ == "weight gradient" and not any(d.size for d in wrong if d.pass_ == pass_):
         # the reference's are frozen, the candidate's are not: the first stands for all
         return next(owner for name in fold.placed if (owner := name.rpartition(".")[0]) in owners)
@@ -115,7 +119,7 @@ def _placed(
         shown = {d.pass_ for d in found.network.wrong()}
         if not module and (deeper := first_wrong(found.local, shown, deeper=True)):
             (module, difference), told_by = deeper, ToldBy.CALLS
-        return _of(pair, module, difference, told_by)
+        return _of(pair, module, difference, told_by, whole=not located and bool(module))
     at = called(pair.reference, parted.module)
     place = Place(at, _pass_of(pass_, at, wrong), 0, parted.candidate_module, ToldBy.FLOW)
     if damped and lies_in(module, place.module):  # the border moved: what is seen of it is the parent's
@@ -162,9 +166,11 @@ def _earliest(found: Examination, wrong: list[Difference]) -> Difference:
 
 
 def _of(
-    pair: Pair, module: str, difference: Difference, told_by: ToldBy | None = None
+    pair: Pair, module: str, difference: Difference, told_by: ToldBy | None = None, whole: bool = False
 ) -> tuple[Place, Difference]:
-    if difference.pass_ == "buffer" and lies_in(difference.name, module):  # nobody else writes into it
+    """``whole``: whether it is who owns all that is wrong, and not a module around that."""
+    buffer = difference.pass_ == "buffer" and not whole
+    if buffer and lies_in(difference.name, module):  # nobody else writes into it
         module = difference.name.rpartition(".")[0]
     own, other = called(pair.reference, module), pair.counterparts.get(module)
     return Place(own, difference.pass_, 0, other, told_by), difference

@@ -123,3 +123,52 @@ def test_weights_that_nobody_finds_may_be_trained_all_the_same(frozen):
     assert found.verdict is (Verdict.BUG if frozen else Verdict.ROUND_OFF)
     said = next(e for e in found.evidence if e.probe == "function").reading
     assert "lower, upper: trained in" in said if frozen else "lower, upper: found nowhere" in said
+
+
+def as_buffers(module):
+    """The same, with buffers for its weights."""
+    for inner in module.modules():
+        for name, weight in list(inner.named_parameters(recurse=False)):
+            delattr(inner, name)
+            inner.register_buffer(name, weight.detach().clone())
+    return module
+
+
+class Followed(nn.Module):
+    """A student, and a teacher that is an average of it; ``left_out`` is a part that it does not follow."""
+
+    def __init__(self, left_out="-"):
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, teacher = (
+            nn.ModuleDict(
+                {"body": nn.Linear(3, WIDTH), "head": nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 3))}
+            )
+            for _ in range(2)
+        )
+        self.teacher, self.left_out = as_buffers(teacher), left_out
+
+    def run(self, net, x):
+        return net["head"](torch.tanh(net["body"](x)))
+
+    def forward(self, x):
+        wanted, found = self.run(self.teacher, x).softmax(-1), self.run(self.student, x)
+        if self.training:
+            student = dict(self.student.named_parameters())
+            for name, own in self.teacher.named_buffers():
+                if not name.startswith(self.left_out):
+                    own.lerp_(student[name].detach(), 0.1)
+        return found - wanted
+
+
+@pytest.mark.parametrize(
+    ("left_out", "module"),
+    [("-", None), ("head.1", "teacher.head.1"), ("head", "teacher.head"), ("", "")],
+)
+def test_weights_that_nobody_moves_are_of_the_module_that_holds_them_all(left_out, module):
+    """Or that calls it: a dictionary of modules has no code."""
+    found = diagnose(Followed(), Followed(left_out), batches(), loss=F.cross_entropy, steps=2)
+    if module is None:
+        assert found.verdict is Verdict.BIT_IDENTICAL
+        return
+    assert (found.verdict, found.where.module, found.where.pass_) == (Verdict.BUG, module, "buffer")
