@@ -1,4 +1,4 @@
-"""torch's batch norm of [N, C] by a gain that is a column of a sheet: its input gradient is wrong on a CPU."""
+"""torch's batch norm of [N, C] by a gain that is a column of a sheet: on a CPU its gradient is wrong."""
 
 import pytest
 import torch
