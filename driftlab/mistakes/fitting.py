@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ from driftlab.tracing.searching import Exchanged
 RUNS, ELEMENTS, STEPS = 400, 3e8, 10
 # Where no sign speaks for a change: runs, and calls that all of them may make together.
 UNSIGNED_RUNS, UNSIGNED_CALLS = 800, 60_000
+# Fewer numbers than these any factor may make up for.
+MANY = 8
 
 Results = dict[str, Tensor]
 # The calls that stand on a line of code, by the module.
@@ -70,18 +72,22 @@ def fitting(
         return []
     most = ELEMENTS / max(1, mutants.elements)
     signed, unsigned = min(RUNS, most), min(UNSIGNED_RUNS, most, UNSIGNED_CALLS / max(1, mutants.calls))
-    made_up: list[Mutant] = []  # by a number that nobody writes down, as one term of a sum does for another
-    for near in (True, False):
-        sides = mutants.found, mutants.signs, mutants.unsigned
-        found, signs, others = ([m for m in some if mutants.is_near(m) is near] for some in sides)
-        trials.runs = signed
-        fit = trials.fitting(found, mutants.lines) or trials.fitting(signs, mutants.lines)
-        signed, trials.runs = trials.runs, unsigned
-        fit = fit or trials.fitting(others, mutants.lines)
-        if any(m.kind is not NUMBER or m.spelled for m in fit):
+    left = {"signed": signed, "unsigned": unsigned}
+    sides = (mutants.found, "signed"), (mutants.signs, "signed"), (mutants.unsigned, "unsigned")
+    made_up: list[Mutant] = []
+    for nearby, (some, budget) in product((True, False), sides):
+        trials.runs = left[budget]
+        fit = trials.fitting([m for m in some if mutants.is_near(m) is nearby], mutants.lines)
+        left[budget] = trials.runs
+        if any(map(_is_told, fit)):
             return fit
-        made_up, unsigned = made_up or fit, trials.runs
-    return made_up
+        made_up = made_up or fit
+    return made_up if sum(case.theirs.numel() for case in cases if case.apart) >= MANY else []
+
+
+def _is_told(mutant: Mutant) -> bool:
+    """Not by a number that nobody writes down, as of which one term of a sum may do for another."""
+    return mutant.kind is not NUMBER or mutant.spelled
 
 
 class _Trials:
@@ -120,14 +126,15 @@ class _Trials:
         """Those that fit; of the first kind that has any.
 
         Of several numbers those that people write down, if any is one: where the results are off by one
-        number, each of the reference's may make up for it.
+        number, each of the reference's may make up for it. Others only where nothing else fits.
         """
         found: list[Mutant] = []
         for one in chain(*_each_line_first(mutants, lines)):
-            if self.runs <= 0 or (found and one.kind is not found[0].kind):
+            told = next(filter(_is_told, found), None)
+            if self.runs <= 0 or (told and one.kind is not told.kind):
                 break
             found += filter(None, [self._fit(one)])
-        return [m for m in found if m.spelled] or found
+        return [m for m in found if _is_told(m)] or found
 
     def _entered(self, tensors: object, scope: str) -> None:
         if not self._scopes.inside:

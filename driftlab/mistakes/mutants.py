@@ -42,7 +42,7 @@ from driftlab.mistakes.torch_call import Call
 from driftlab.mistakes.weight_mutations import turned_weights, weight_mutations
 from driftlab.network.modules import is_torchs
 from driftlab.tracing.prints import Seen
-from driftlab.tracing.scopes import Scopes
+from driftlab.tracing.scopes import Entered, Scopes
 from driftlab.tracing.searching import Exchanged
 
 # Changed calls that are looked for among the candidate's values.
@@ -99,6 +99,7 @@ class Mutants:
         self._indices, self._handed, self._swapped, self._choices = Indices(), Handed(), Swapped(), Choices()
         self._operands: dict[Mutant, int] = {}  # which one is another value
         self._norms: defaultdict[tuple, dict[int, Call]] = defaultdict(dict)  # by the module and the weight
+        self._callers: defaultdict[str, list[Entered]] = defaultdict(list)  # of each call of a norm
 
     def look(self, number: int, call: Call, earlier: Sequence[Tensor]) -> Any:
         out = call.run()
@@ -120,6 +121,7 @@ class Mutants:
             return out
         if call.name in JOINED:
             self._norms[scope, call.name, id((call.given() or {}).get("weight"))][number] = call
+            self._callers[scope].extend(self._scopes.entered[-2:-1])
         self.found += _with_another_number(here, call)
         self.found += (m for m, *_ in self._made(here, SETTINGS, call, earlier, out))
         if kept and self._frontier[number]:
@@ -176,7 +178,9 @@ class Mutants:
         for (scope, *_), calls in self._norms.items():
             if (made := normed_together(calls)) is not None:
                 words, change = "statistics of all calls together", partial(_instead, made)
-                yield Mutant(scope, words, TOGETHER, frozenset(made), change)
+                in_one_call = len(set(self._callers[scope])) == 1
+                by = self._handed_by(scope) if in_one_call else scope  # who parts what it is given, or nobody
+                yield Mutant(by, words, TOGETHER, frozenset(made), change, made_in=scope)
 
     def _as_taken(self, mutant: Mutant) -> Mutant:
         """The same; of one operand of several that take a value its module's, and not of who hands it on."""
@@ -239,7 +243,8 @@ class Mutants:
 
 def _put_back(call: Call, given: Sequence[Tensor]) -> None:
     for tensor, values in zip(call.tensors, given, strict=False):
-        tensor.copy_(values)
+        if not torch.equal(tensor, values):  # of views that torch makes several of none may be written into
+            tensor.copy_(values)
 
 
 def _with_another_number(here: Mutant, call: Call) -> Iterator[Mutant]:

@@ -100,19 +100,29 @@ def _of_operands(ways: WaysBack, operands: Mapping[Key, Operand], told: Sequence
     return None
 
 
-def _called_again(operands: Mapping[Key, Operand], found: Sequence[Key]) -> frozenset[str]:
-    """The functions of these that are given the same operand in other calls."""
-    elsewhere = {(o.function, key[1]) for key, o in operands.items() if key not in found}
-    return frozenset(o.function for key in found if ((o := operands[key]).function, key[1]) in elsewhere)
+# The modules that are sent a gradient by the same code in other calls, so that they stop none: those that
+# take the value as it is, and those that make it.
+_Again = tuple[frozenset[str], frozenset[str]]
 
 
-def _stop(ways: WaysBack, own: Sequence[Operand], words: str, again: frozenset[str] = frozenset()) -> Stop:
-    """``again``: what is called once more, and given a gradient then, so that it does not stop it itself."""
+def _called_again(operands: Mapping[Key, Operand], found: Sequence[Key]) -> _Again:
+    others = [(o, key[1]) for key, o in operands.items() if key not in found]
+    given = {(o.function, place) for o, place in others}
+    made = {(o.scope, o.function, o.line[:1], place) for o, place in others}
+    own = [(operands[key], key[1]) for key in found]
+    functions = frozenset(o.function for o, place in own if (o.function, place) in given)
+    return functions, frozenset(
+        o.scope for o, place in own if (o.scope, o.function, o.line[:1], place) in made
+    )
+
+
+def _stop(ways: WaysBack, own: Sequence[Operand], words: str, again: _Again) -> Stop:
     scopes = {o.scope.rpartition(".")[0] if ways.takes(o) else o.scope for o in own}
     handed = {o.function for o in own if ways.is_own(o.function)}
     # what a module hands on as it is given it is its own caller's
     between = {m for m in scopes | handed if not any(m != h and lies_in(m, h) for h in handed)}
-    between = (between - again) or between
+    for elsewhere in again:
+        between = (between - elsewhere) or between
     innermost = [m for m in handed if not any(h != m and lies_in(h, m) for h in handed)]
     taker = innermost[0] if len(innermost) == 1 else ""
     return Stop(common(scopes), frozenset(between), any(o.is_weight for o in own), words, taker)
@@ -157,8 +167,9 @@ def _at_each_turn(
         return all(abs(one - other) <= NEAR * abs(one) for one, other in both)
 
     def stop(keys: list[Key], share: float) -> Stop:
-        own = [operands[key] for others in turns if same(keys, others) for key in others]
-        return _stop(ways, own, _words([operands[keys[0]]], share, f" at each of {len(keys)} calls"))
+        found = [key for others in turns if same(keys, others) for key in others]
+        words = _words([operands[keys[0]]], share, f" at each of {len(keys)} calls")
+        return _stop(ways, [operands[key] for key in found], words, _called_again(operands, found))
 
     for keys in turns:
         if _agree(sent := shares(keys)):  # none of these ways leads through another

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,22 +55,32 @@ class Swapped:
                 self._pairs.append((before, step))
 
     def mutants(self) -> Iterator[Mutant]:
+        """Each time a module does so, and once."""
+        alike: defaultdict[tuple, list[tuple[_Step, _Step]]] = defaultdict(list)
         for first, then in self._pairs:
-            words = f"`{first.name}` behind `{then.name}`, not before it"
-            change = partial(_swapped, first.number, {})
-            scope, calls = common([first.caller, then.caller]), frozenset({first.number, then.number})
-            yield Mutant(scope, words, TOGETHER, calls, change, made_in=first.at)
+            alike[first.at, then.at, first.name, then.name].append((first, then))
+        for pairs in alike.values():
+            yield from (_both_ways(some) for some in (pairs, *([pair] for pair in pairs if len(pairs) > 1)))
         for number, scope, place, module in self._summed:
             words, kept = f"`{module.rpartition('.')[2]}` behind `add`, not before it", dict[str, Any]()
             change, watched = partial(_of_the_sum, kept, place), partial(_kept, kept, module)
             yield Mutant(scope, words, TOGETHER, frozenset({number}), change, weights=watched, made_in=module)
 
 
-def _swapped(first: int, kept: dict[str, Call], number: int, call: Call, *others: Any) -> Any:
-    if number == first:
-        kept["first"] = call
+def _both_ways(pairs: list[tuple[_Step, _Step]]) -> Mutant:
+    first, then = pairs[0]
+    words = f"`{first.name}` behind `{then.name}`, not before it"
+    before = {last.number: one.number for one, last in pairs}
+    scope, calls = common([first.caller, then.caller]), frozenset({*before, *before.values()})
+    return Mutant(scope, words, TOGETHER, calls, partial(_swapped, before, {}), made_in=first.at)
+
+
+def _swapped(before: Mapping[int, int], kept: dict[int, Call], number: int, call: Call, *others: Any) -> Any:
+    """``before``: by the number of the second call that of the first."""
+    if number not in before:
+        kept[number] = call
         return call.tensors[call.goes_on_with or 0]
-    first = kept["first"]
+    first = kept[before[number]]
     return first.with_tensor(first.goes_on_with or 0, call.run()).run()
 
 
