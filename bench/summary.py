@@ -25,8 +25,8 @@ WRITTEN = (
     *("seventh", "eighth", "ninth", "tenth", "eleventh", "twelfth", "thirteenth", "fourteenth"),
     *("fifteenth", "sixteenth", "seventeenth", "eighteenth", "nineteenth", "twentieth"),
     *("twenty_first", "twenty_second", "twenty_third", "twenty_fourth", "twenty_fifth", "twenty_sixth"),
-    *("twenty_seventh", "twenty_eighth", "twenty_ninth", "thirtieth"),
-    *("thirty_first", "thirty_second", "thirty_third", "thirty_fourth"),
+    *("twenty_seventh", "twenty_eighth", "twenty_ninth", "thirtieth", "thirty_first", "thirty_second"),
+    *("thirty_third", "thirty_fourth", "thirty_fifth"),
 )
 
 

@@ -18,4 +18,5 @@ leaves out had learnt to be left out.
 
 Each of these sets took networks of kinds that none before it had. ``fifteenth_*`` to ``twenty_eighth_*`` are
 of the kinds that people port most, which earlier sets had as well: other code, other faults, other writers.
+``twenty_ninth_*`` to ``thirty_fifth_*`` are of both, ternary weights, an ODE and a CRF among them.
 """

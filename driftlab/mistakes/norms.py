@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,13 +102,17 @@ NORMS: dict[str, Callable[[dict[str, Any]], Parts]] = {
 
 
 def normed_otherwise(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """Of a norm by its own statistics: with the mean, or without it; by a variance over n - 1."""
+    """Of a norm by its own statistics: with or without the mean, by a variance over n - 1, other groups."""
     given = call.given() if call.name in NORMS and call.tensors else None
     if not given or not has_own_statistics(call.name, given):
         return
     if call.name == "rms_norm":
         yield "the mean taken away in `rms_norm`", lambda: written_out(call, parts=_centred)
         return
+    if call.name == "group_norm":
+        channels, own = given["input"].shape[1], given["num_groups"]
+        for groups in (n for n in range(1, channels + 1) if channels % n == 0 and n != own):
+            yield f"{groups} groups in `group_norm`", partial(call.again, num_groups=groups)
     yield f"no mean taken away in `{call.name}`", lambda: written_out(call, parts=_uncentred)
     yield f"a variance over n - 1, not n, in `{call.name}`", lambda: written_out(call, parts=_corrected)
 

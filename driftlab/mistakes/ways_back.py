@@ -86,6 +86,12 @@ class WaysBack:
         """Whether a module of torch's own is given it, so that its caller's code hands it on."""
         return is_torchs(self._modules[operand.scope]) and not operand.is_weight
 
+    def with_code(self, module: str) -> str:
+        """The module itself, or who calls the list of modules that it is."""
+        while module and type(self._modules[module]) is nn.Sequential:
+            module = module.rpartition(".")[0]
+        return module
+
     def hands_on(self, operand: Operand) -> bool:
         """Whether a module is given it, so that nothing is computed of it in the code that does that."""
         return self.takes(operand) or operand.function in self._modules

@@ -45,6 +45,14 @@ def test_without_the_mean_and_over_one_less(function, args, x, dims):
     torch.testing.assert_close(found[f"a variance over n - 1, not n, in `{words}`"], scaled[1])
 
 
+def test_channels_in_other_groups():
+    found = made(F.group_norm, X, 3, W, B)
+    others = {n: found[f"{n} groups in `group_norm`"] for n in (1, 2, 6)}
+    assert "3 groups in `group_norm`" not in found
+    for groups, given in others.items():
+        torch.testing.assert_close(given, F.group_norm(X, groups, W, B))
+
+
 def test_a_root_mean_square_with_the_mean_taken_away_is_a_layer_norm():
     found = made(F.rms_norm, X, (4,), LAST_W, 1e-5)
     assert list(found) == ["the mean taken away in `rms_norm`"]
