@@ -3,24 +3,27 @@
 A recurrent network of large gain grows a nudge to its own size within one forward pass, in float64 too. The
 error of float32 is no yardstick there, since it is saturated: 2^-29 of it is far below what float64's own
 rounding makes. So before a difference is held against the candidate, the reference is run once more with
-every weight and input moved by one unit in the last place, in the same arithmetic (an input that is a whole
-number, as an index is, stays). What that makes is rounding, and so is a difference of up to ``HALFWAY`` times
-that: a rewrite rounds at every step, not only at the first.
+every weight and every input that has a slope moved by one unit in the last place, in the same arithmetic.
+What that makes is rounding, and so is a difference of up to ``HALFWAY`` times that: a rewrite rounds at every
+step, not only at the first.
 
 A network that is not chaotic answers with about as little as it was moved by, and its control is left out:
 its rounding is told by float32, and a gradient that leaps with a move so small had equal entries to choose
-from.
+from. Nor is one that jumps: an index that comes as a float, or a relative length that is compared with
+positions, is the same for both networks, and no rounding moves it. The loss has no slope there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from driftlab.arithmetic.difference import Difference, distance
 from driftlab.arithmetic.passes import CannotRunError, Passes, Recorded, run
+from driftlab.network.calling import each_tensor, tensors_in
 from driftlab.rounding import HALFWAY, UNIT_ROUND_OFF
 
 COPIES = 3
@@ -51,10 +54,11 @@ def own_response(
     sizes = {(d.pass_, d.name): d.size for d in differences if d.pass_ == "forward"}
     few = recorded.precision.unit_round_off
     chaotic = HALFWAY * (few if arithmetic == "float32" else UNIT_ROUND_OFF["float64"])
+    sloped = _sloped(reference, recorded, arithmetic, seed)
     for copy in range(COPIES):
         unit = torch.Generator().manual_seed(copy)
         try:
-            moved = run(reference, recorded, arithmetic, seed, evaluate, unit=unit)
+            moved = run(reference, recorded, arithmetic, seed, evaluate, unit=unit, sloped=sloped)
         except CannotRunError:
             return dict.fromkeys(found, 0.0)
         for pass_, name in found:
@@ -64,3 +68,19 @@ def own_response(
         if chaotic_alone and not any(found[key] > chaotic * size for key, size in sizes.items()):
             return dict.fromkeys(found, 0.0)
     return found
+
+
+def _sloped(reference: nn.Module, recorded: Recorded, arithmetic: str, seed: int) -> dict[int, Tensor]:
+    """By the ``id`` of each floating input where the loss has a slope; none where it cannot be asked."""
+    given = {id(t): t for t in tensors_in((recorded.args, recorded.kwargs)) if t.is_floating_point()}
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_() if id(tensor) in given else tensor
+
+    args, kwargs = each_tensor(leaf, (recorded.args, recorded.kwargs))
+    try:
+        found = run(reference, replace(recorded, args=args, kwargs=kwargs), arithmetic, seed, evaluate=False)
+    except CannotRunError:
+        return {}
+    slopes = found.tensors["input gradient"].values()
+    return {own: slope.to(given[own].device) != 0 for own, slope in zip(given, slopes, strict=True)}

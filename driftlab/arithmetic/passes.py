@@ -22,7 +22,7 @@ from driftlab.arithmetic.draws import Draws, Float32Draws
 from driftlab.arithmetic.naming import LOSS, Named
 from driftlab.arithmetic.shadow import Shadow, plain, shadow, shadow_arithmetic, shadowed
 from driftlab.arithmetic.shadow_tensor import Native
-from driftlab.arithmetic.units import unless_whole, unless_zero
+from driftlab.arithmetic.units import unless_zero
 from driftlab.blame import AboutThePair, described, not_ours, theirs
 from driftlab.fold.layout import gradient_of
 from driftlab.network.calling import (
@@ -121,6 +121,7 @@ def run(
     beside: Passes | None = None,
     outputs: Outputs | None = None,
     unit: torch.Generator | None = None,
+    sloped: Mapping[int, Tensor] | None = None,
     compiled: bool = False,
     optimizer: Callable[[nn.Module], Optimizer] | None = None,
 ) -> Passes:
@@ -130,8 +131,9 @@ def run(
         beside: what the reference gave: the outputs get its names, and those that it lacks are left out.
         outputs: which stands for which.
         nudge, native: what becomes of the constants of a shadow run, see ``shadow_arithmetic``.
-        unit: moves every weight, and every input that is no whole number, by one unit in the last place of
-            the arithmetic, up or down.
+        unit: moves every weight, and every input that has a slope, by one unit in the last place of the
+            arithmetic, up or down.
+        sloped: by the ``id`` of an input where it has a slope; everywhere where it is left out.
         compiled: whether compiled code runs compiled, as far as whoever calls lets it; else as written.
         optimizer: makes the one whose update comes before a last forward pass; no such pass where None.
 
@@ -145,7 +147,7 @@ def run(
             Named(beside.tensors if beside else None, outputs or Outputs(), plain),
         )
         if unit is not None:
-            recorded = _moved(twin, recorded, arithmetic, unit)
+            recorded = _moved(twin, recorded, arithmetic, unit, sloped or {})
         with computing(arithmetic, nudge, native, compiled):
             found = _training_pass(twin, recorded, arithmetic, seed, named)
             if evaluate:
@@ -162,13 +164,20 @@ def run(
     return Passes(numbers, named.spare, named.carried, dtypes, Shadow.rounded - before)
 
 
-def _moved(twin: nn.Module, recorded: Recorded, arithmetic: str, unit: torch.Generator) -> Recorded:
+def _moved(
+    twin: nn.Module,
+    recorded: Recorded,
+    arithmetic: str,
+    unit: torch.Generator,
+    sloped: Mapping[int, Tensor],
+) -> Recorded:
     """The weights of ``twin`` in place, and the inputs as values of the arithmetic."""
     few = recorded.precision.computes_in if arithmetic == "float32" else None
 
-    def move(tensor: Tensor, by: Callable[..., Tensor] = unless_zero) -> Tensor:
+    def move(tensor: Tensor, where: Tensor | None = None) -> Tensor:
         values = tensor.held if isinstance(tensor, Shadow) else tensor.data
-        values.copy_(by(values, unit, few))
+        moved = unless_zero(values, unit, few)
+        values.copy_(moved if where is None else torch.where(where, moved, values))
         return tensor
 
     def moved(tensor: Tensor) -> Tensor:
@@ -176,7 +185,7 @@ def _moved(twin: nn.Module, recorded: Recorded, arithmetic: str, unit: torch.Gen
             return tensor
         own = tensor.detach().clone().to(torch.float64 if arithmetic.endswith("64") else tensor.dtype)
         own = shadow(own) if arithmetic.startswith("shadow") else own
-        return move(own, unless_whole).requires_grad_(tensor.requires_grad)
+        return move(own, sloped.get(id(tensor))).requires_grad_(tensor.requires_grad)
 
     for parameter in twin.parameters():
         if parameter.is_floating_point():

@@ -24,10 +24,3 @@ def unless_zero(tensor: Tensor, generator: torch.Generator, computed_in: torch.d
         return torch.where(tensor == 0, tensor, by_one_unit(tensor, generator))
     cast = tensor.to(computed_in)
     return torch.where(cast == 0, tensor, by_one_unit(cast, generator).to(tensor.dtype))
-
-
-def unless_whole(
-    tensor: Tensor, generator: torch.Generator, computed_in: torch.dtype | None = None
-) -> Tensor:
-    """The same, but for all whole numbers: an index or a position that comes as a float is one exactly."""
-    return torch.where(tensor == tensor.round(), tensor, unless_zero(tensor, generator, computed_in))
