@@ -14,6 +14,13 @@ from driftlab.words import Place
 
 
 def where_a_value_would(pair: Pair, place: Place, value: Exchanged, right: Callable[[str], bool]) -> Place:
+    """As of ``_where``; but what is looked up otherwise in a table is the affair of who gives the index."""
+    at = _where(pair, place, value, right)
+    looked_up = type(pair.reference.get_submodule(at.module)) is nn.Embedding
+    return replace(at, module=_written(pair, _caller(at.module))) if looked_up else at
+
+
+def _where(pair: Pair, place: Place, value: Exchanged, right: Callable[[str], bool]) -> Place:
     """The place, where that lies before the value that the candidate's is put in the place of.
 
     Or where it calls what lies before it, in several modules. Else the module that makes the value.
@@ -24,7 +31,10 @@ def where_a_value_would(pair: Pair, place: Place, value: Exchanged, right: Calla
     """
     if value.besides:
         return _where_more_is_done(pair, place, value)
-    if value.fed and value.scopes == {value.scope} and _torchs(pair, value.scope):  # it does what it does
+    looked_up = (
+        type(pair.reference.get_submodule(value.scope)) is nn.Embedding
+    )  # by an index that it is given
+    if value.scopes == {value.scope} and (looked_up or (value.fed and _torchs(pair, value.scope))):
         at = _written(pair, _caller(value.scope))
         return replace(place, module=at, candidate_module=value.candidate_scope)
     several = len(value.scopes) > 1  # where one module makes it all, it is that module
