@@ -6,14 +6,13 @@ worth trying, given what the other network comes by.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain, islice, zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from driftlab.blame import caller, module_at_work
@@ -23,6 +22,7 @@ from driftlab.mistakes.frontier import Frontier, comes_by, same_numbers
 from driftlab.mistakes.handed import Handed
 from driftlab.mistakes.in_turn import in_turn
 from driftlab.mistakes.mutant import NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
+from driftlab.mistakes.mutated import Mutated, with_another_number
 from driftlab.mistakes.mutations import (
     INDICES,
     JOINED,
@@ -30,11 +30,7 @@ from driftlab.mistakes.mutations import (
     OPERANDS,
     SETTINGS,
     Another,
-    Operator,
-    averaged,
-    mutations,
     normed_together,
-    numbered,
 )
 from driftlab.mistakes.orders import ORDERS
 from driftlab.mistakes.swapped import Swapped
@@ -44,12 +40,6 @@ from driftlab.network.modules import is_torchs
 from driftlab.tracing.prints import Seen
 from driftlab.tracing.scopes import Entered, Scopes
 from driftlab.tracing.searching import Exchanged
-
-# Changed calls that are looked for among the candidate's values.
-LOOKED_AT = 10_000
-COUNTS = "the largest of the counts that are divided by for all"
-# They write into two of their operands, which may be another's weight once operands are exchanged.
-_MOVES_STATISTICS = ("batch_norm", "instance_norm")
 
 
 class Mutants:
@@ -95,7 +85,8 @@ class Mutants:
         self.unsigned: list[Mutant] = []
         self.lines: defaultdict[tuple, dict[str, set[int]]] = defaultdict(dict)
         self._lines_of: defaultdict[str, set[tuple]] = defaultdict(set)  # by the module
-        self.calls = self.elements = self._looked_at = 0
+        self.calls = self.elements = 0
+        self._mutated = Mutated()
         self._indices, self._handed, self._swapped, self._choices = Indices(), Handed(), Swapped(), Choices()
         self._operands: dict[Mutant, int] = {}  # which one is another value
         self._norms: defaultdict[tuple, dict[int, Call]] = defaultdict(dict)  # by the module and the weight
@@ -122,12 +113,12 @@ class Mutants:
         if call.name in JOINED:
             self._norms[scope, call.name, id((call.given() or {}).get("weight"))][number] = call
             self._callers[scope].extend(self._scopes.entered[-2:-1])
-        self.found += _with_another_number(here, call)
-        self.found += (m for m, *_ in self._made(here, SETTINGS, call, earlier, out))
+        self.found += with_another_number(here, call)
+        self.found += (m for m, *_ in self._mutated.of(here, SETTINGS, call, earlier, out))
         if kept and self._frontier[number]:
-            self.unsigned += (m for m, *_ in self._made(here, ORDERS, call, earlier, out))
+            self.unsigned += (m for m, *_ in self._mutated.of(here, ORDERS, call, earlier, out))
         here = replace(here, scope=self._handed_by(scope), made_in=scope)
-        for mutant, make, made in self._made(here, OPERANDS, call, earlier, out):
+        for mutant, make, made in self._mutated.of(here, OPERANDS, call, earlier, out):
             if isinstance(make, Another):
                 by, has_both = self._handed.by(make, self._scopes.entered)
                 mutant = replace(mutant, scope=mutant.scope if by is None else by, has_both=has_both)
@@ -138,7 +129,7 @@ class Mutants:
                 self.signs.append(mutant)
             elif mutant.away(self._near) <= 1 or (number in self._beyond and mutant.at in self._between):
                 self.unsigned.append(mutant)
-        self.unsigned += (m for m, *_ in self._made(here, NEUTRAL, call, earlier, out))
+        self.unsigned += (m for m, *_ in self._mutated.of(here, NEUTRAL, call, earlier, out))
         return out
 
     def finish(self, twin: nn.Module, left: Mapping[str, Tensor]) -> None:
@@ -211,74 +202,13 @@ class Mutants:
         """The module whose code hands on what is taken there."""
         return scope.rpartition(".")[0] if is_torchs(self._network.get_submodule(scope)) else scope
 
-    def _made(
-        self, here: Mutant, operators: Sequence[Operator], call: Call, earlier: Sequence[Tensor], out: Any
-    ) -> Iterator[tuple[Mutant, Callable[[], Any], Any]]:
-        """With what makes their results, and these: other numbers in the right one's shape."""
-        own, moves = parts(out), call.writes or call.name in _MOVES_STATISTICS
-        shapes = [t.shape for t in own]
-        given = [t.detach().clone() for t in call.tensors] if call.name in _MOVES_STATISTICS else []
-        with torch.no_grad():
-            for operator in operators:
-                alike: Counter[str] = Counter()
-                for words, make in mutations(call, earlier, operator):
-                    which, alike[words] = alike[words], alike[words] + 1
-                    self._looked_at += 1
-                    if self._looked_at > LOOKED_AT:
-                        return
-                    try:
-                        made = make()
-                    except Exception:  # it takes no such argument
-                        continue
-                    finally:
-                        _put_back(call, given)
-                    others = parts(made)
-                    if [t.shape for t in others] != shapes:
-                        continue
-                    if moves or not all(map(torch.equal, own, others)):
-                        change = partial(_mutated, operator, words, which)
-                        mutant = replace(here, words=words, kind=operator, change=change, which=which)
-                        yield mutant, make, made
-
-
-def _put_back(call: Call, given: Sequence[Tensor]) -> None:
-    for tensor, values in zip(call.tensors, given, strict=False):
-        if not torch.equal(tensor, values):  # of views that torch makes several of none may be written into
-            tensor.copy_(values)
-
-
-def _with_another_number(here: Mutant, call: Call) -> Iterator[Mutant]:
-    words = f"the number in `{call.name}`"
-    for said, other in ((COUNTS, averaged), (words, numbered)):
-        if other(call):
-            yield replace(here, words=said, change=partial(_numbered, other))
-            return
-
-
-def _numbered(other: Callable, number: int, call: Call, earlier: Sequence[Tensor], times: float) -> Any:
-    return other(call)(times)
-
-
-def _mutated(
-    operator: Operator,
-    words: str,
-    which: int,
-    number: int,
-    call: Call,
-    earlier: Sequence[Tensor],
-    times: float,
-) -> Any:
-    """``which`` of those that the operator calls so; another call on the same line may have others too."""
-    alike = (make for said, make in mutations(call, earlier, operator) if said == words)
-    return next(islice(alike, which, None), call.run)()
-
 
 def _instead(made: Mapping[int, Tensor], number: int, *others: Any) -> Tensor:
     return made[number].clone()
 
 
 def _in_turns(mutants: Sequence[Mutant]) -> list[Mutant]:
-    """One of each kind, and again, as long as there are any."""
+    """One of each kind in turn, as long as there are any. Operands exchanged are a kind: they are few."""
     kinds: dict[Hashable, list[Mutant]] = {}
     for mutant in mutants:
         operators = next((some for some in (ORDERS, OPERANDS[1:]) if mutant.kind in some), mutant.kind)
