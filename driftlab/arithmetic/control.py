@@ -73,9 +73,11 @@ def own_response(
 def _sloped(reference: nn.Module, recorded: Recorded, arithmetic: str, seed: int) -> dict[int, Tensor]:
     """By the ``id`` of each floating input where the loss has a slope; none where it cannot be asked."""
     given = {id(t): t for t in tensors_in((recorded.args, recorded.kwargs)) if t.is_floating_point()}
+    if not given:
+        return {}
 
     def leaf(tensor: Tensor) -> Tensor:
-        return tensor.detach().requires_grad_() if id(tensor) in given else tensor
+        return tensor.detach().requires_grad_(id(tensor) in given)
 
     args, kwargs = each_tensor(leaf, (recorded.args, recorded.kwargs))
     try:
