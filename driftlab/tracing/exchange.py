@@ -79,7 +79,7 @@ def _exchanged(own: Kept, others: Kept, trial: Callable[..., Trial]) -> Exchange
         return None
     if several or found.besides:
         return found
-    fed = fed_otherwise(own, others, trial(BEFORE), [int(spot)], search.number)
+    fed = fed_otherwise(own, others, trial(BEFORE), [int(spot)], search.number, shared=False)
     source = only_source(own, int(spot)) if fed else -1
     if fed and not own.shared[source]:
         return _made_before(own, found, source)

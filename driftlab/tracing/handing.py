@@ -70,13 +70,15 @@ def _in_turns(own: Kept, others: Kept, source: int, other: int) -> Iterator[dict
             yield instead
 
 
-def fed_otherwise(own: Kept, others: Kept, trial: Trial, spots: Sequence[int], number: int) -> bool:
+def fed_otherwise(
+    own: Kept, others: Kept, trial: Trial, spots: Sequence[int], number: int, shared: bool = True
+) -> bool:
     """Whether the module that makes these values, in a call each, does so of others of the candidate's.
 
-    Of one value alone, so that its own work may be right.
+    Of one value alone, so that its own work may be right; ``shared``: of one that both networks have.
     """
     module, sources = own.flow.values[spots[0]].scope, [only_source(own, spot) for spot in spots]
-    if not all(source in own.tensors for source in sources):
+    if not all(source in own.tensors and (own.shared[source] or not shared) for source in sources):
         return False
     mine = joined_in_one(own, sources)
     taken = {
