@@ -183,13 +183,13 @@ class Mutants:
         """Of torch's, which is called from several lines: all of its calls."""
         known = set()
         for mutant in self.found:
+            key = mutant.scope, mutant.words, mutant.which
             several = len(self._lines_of[mutant.scope]) > 1 and mutant.made_in is None
-            if several and (key := (mutant.scope, mutant.words, mutant.which)) not in known:
+            if several and key not in known and is_torchs(self._network.get_submodule(mutant.scope)):
                 known.add(key)
                 alike = (m for line, m in self.lines.items() if line[-1:] == mutant.line[-1:])
                 calls = frozenset[int]().union(*(modules.get(mutant.scope, ()) for modules in alike))
-                if is_torchs(self._network.get_submodule(mutant.scope)):
-                    yield replace(mutant, calls=calls, line=())
+                yield replace(mutant, calls=calls, line=())
 
     def _of_a_caller(self, mutant: Mutant) -> Mutant:
         """The same; its caller's, if torch's layer is given an index, or is called from several lines."""

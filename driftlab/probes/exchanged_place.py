@@ -16,8 +16,7 @@ from driftlab.words import Place
 def where_a_value_would(pair: Pair, place: Place, value: Exchanged, right: Callable[[str], bool]) -> Place:
     """As of ``_where``; but what is looked up otherwise in a table is the affair of who gives the index."""
     at = _where(pair, place, value, right)
-    looked_up = type(pair.reference.get_submodule(at.module)) is nn.Embedding
-    return replace(at, module=_written(pair, _caller(at.module))) if looked_up else at
+    return replace(at, module=_written(pair, _caller(at.module))) if _is_table(pair, at.module) else at
 
 
 def _where(pair: Pair, place: Place, value: Exchanged, right: Callable[[str], bool]) -> Place:
@@ -31,10 +30,8 @@ def _where(pair: Pair, place: Place, value: Exchanged, right: Callable[[str], bo
     """
     if value.besides:
         return _where_more_is_done(pair, place, value)
-    looked_up = (
-        type(pair.reference.get_submodule(value.scope)) is nn.Embedding
-    )  # by an index that it is given
-    if value.scopes == {value.scope} and (looked_up or (value.fed and _torchs(pair, value.scope))):
+    its_work_is_right = _is_table(pair, value.scope) or (value.fed and _torchs(pair, value.scope))
+    if value.scopes == {value.scope} and its_work_is_right:
         at = _written(pair, _caller(value.scope))
         return replace(place, module=at, candidate_module=value.candidate_scope)
     several = len(value.scopes) > 1  # where one module makes it all, it is that module
@@ -93,6 +90,10 @@ def with_code(pair: Pair, module: str) -> str:
 
 def _torchs(pair: Pair, module: str) -> bool:
     return is_torchs(pair.reference.get_submodule(module))
+
+
+def _is_table(pair: Pair, module: str) -> bool:
+    return type(pair.reference.get_submodule(module)) is nn.Embedding
 
 
 def _caller(module: str) -> str:

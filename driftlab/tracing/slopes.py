@@ -61,7 +61,7 @@ class Sent(TorchFunctionMode):
         self._steps: dict[Node, int] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        given = list(tensors_in((args, kwargs or {})))
+        given = tensors_in((args, kwargs or {}))
         for tensor in given:
             if tensor.grad_fn is not None:
                 self._see(tensor, self._behind(tensor.grad_fn))
