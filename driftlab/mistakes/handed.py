@@ -71,19 +71,22 @@ class Handed:
     def by(self, another: Another, entered: Sequence[Entered]) -> tuple[str | None, str | None]:
         """The module that hands on the value that another stands for, and one further in that has both.
 
-        Of a call that takes several values who has both mistook the one for the other.
+        Of a call that takes several values who has both mistook the one for the other; but not a module that
+        is given both.
         """
-        own = another.call.tensors[another.place]
+        own = another.own
         if id(own) not in self._made:
             return None, None
         forms = set(map(id, self._forms(own)))
         handed = [at for at, one in enumerate(entered) if forms.isdisjoint(map(id, one.given))]
         if len(handed) in (0, len(entered)):  # no module's, or its own
             return None, None
-        inside = (one.scope for one in entered[handed[-1] + 1 :] if self._has(one, another.value))
-        has_both = next(inside, None)
-        alone = sum(id(t) in self._made for t in another.call.tensors) == 1
-        return (entered[handed[-1]].scope if alone or has_both is None else None), has_both
+        inside = entered[handed[-1] + 1 :]
+        has_both = next((one.scope for one in inside if self._has(one, another.value)), None)
+        if has_both is None or sum(id(t) in self._made for t in another.call.tensors) == 1:
+            return entered[handed[-1]].scope, has_both
+        made_one = (one.scope for one in reversed(inside) if not self._is_given(one, another.value))
+        return next(made_one, None), has_both
 
     def goes_on_with(self, number: int, place: int, by: str) -> str | None:
         """The module that a call's operand is handed to ``by`` another, if other calls in it take it as well.
@@ -96,8 +99,10 @@ class Handed:
 
     def _has(self, one: Entered, value: Tensor) -> bool:
         """Whether a module was given a value, or made it."""
-        given = not set(map(id, self._forms(value))).isdisjoint(map(id, one.given))
-        return given or self._made.get(id(value), -1) >= self._begun[one]
+        return self._is_given(one, value) or self._made.get(id(value), -1) >= self._begun[one]
+
+    def _is_given(self, one: Entered, value: Tensor) -> bool:
+        return not set(map(id, self._forms(value))).isdisjoint(map(id, one.given))
 
     def _forms(self, tensor: Tensor) -> Iterator[Tensor]:
         """A value, and what it was before it was moved."""

@@ -30,6 +30,7 @@ from driftlab.mistakes.mutations import (
     OPERANDS,
     SETTINGS,
     Another,
+    Given,
     normed_together,
 )
 from driftlab.mistakes.orders import ORDERS
@@ -119,7 +120,9 @@ class Mutants:
             self.unsigned += (m for m, *_ in self._mutated.of(here, ORDERS, call, earlier, out))
         here = replace(here, scope=self._handed_by(scope), made_in=scope)
         for mutant, make, made in self._mutated.of(here, OPERANDS, call, earlier, out):
-            if isinstance(make, Another):
+            if isinstance(make, Given) and isinstance(make.own, nn.Parameter):
+                mutant = replace(mutant, scope=scope, made_in=None)  # whose weight it is
+            elif isinstance(make, Another):
                 by, has_both = self._handed.by(make, self._scopes.entered)
                 mutant = replace(mutant, scope=mutant.scope if by is None else by, has_both=has_both)
                 self._operands[mutant] = make.place

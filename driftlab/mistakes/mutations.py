@@ -187,15 +187,28 @@ def last_alike(tensor: Tensor, earlier: Sequence[Tensor]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Another:
-    """The call with another value, of those that were made before, for one of its operands."""
+class Given:
+    """The call with something else for one of its operands."""
 
     call: Call
     place: int
     value: Tensor
 
     def __call__(self) -> Any:
-        return self.call.with_tensor(self.place, self.value).run()
+        return self.changed.run()
+
+    @property
+    def changed(self) -> Call:
+        return self.call.with_tensor(self.place, self.value)
+
+    @property
+    def own(self) -> Tensor:
+        """What stands there."""
+        return self.call.tensors[self.place]
+
+
+class Another(Given):
+    """With another value, of those that were made before."""
 
 
 def _others(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
@@ -218,7 +231,7 @@ def _normed_alone(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
 
 
 def _with(call: Call, place: int, words: str, tensor: Tensor) -> Mutation:
-    return f"{_which(call, place)} `{call.name}` {words}", call.with_tensor(place, tensor).run
+    return f"{_which(call, place)} `{call.name}` {words}", Given(call, place, tensor)
 
 
 def _which(call: Call, place: int) -> str:

@@ -52,7 +52,14 @@ def _computed(module: nn.Module) -> dict[int, Tensor]:
     """Values in place of what a network has computed and keeps: an old ``weight_norm``'s or a pruned weight,
     a cache. Hooks compute it anew at the next call."""
     kept = [t for part in module.modules() for t in tensors_in(vars(part))]
-    return {id(t): t.detach().clone() for t in kept if not t.is_leaf}
+    return {id(t): t.data.clone() for t in kept if not _is_leaf(t)}
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    try:
+        return tensor.is_leaf
+    except RuntimeError:  # one of several views of a weight that an optimizer has written into since
+        return False
 
 
 def _refuse_ties(module: nn.Module, twin: nn.Module) -> None:

@@ -30,7 +30,7 @@ BESIDE = 1e-6
 
 def gradient_stop(found: Examination, wrong: list[Difference]) -> Stop | None:
     """Where a gradient is stopped, if all that is wrong comes of it."""
-    arithmetic, pair, whole = _faster(found, wrong), found.pair, found.whole
+    arithmetic, pair, whole = faster(found, wrong), found.pair, found.whole
     most = max(d.relative for d in wrong)
     grave = {d.pass_ for d in wrong if d.relative >= BESIDE * most}
     if arithmetic is None or whole.loss is None or not grave <= {*BACKWARD, "update"}:
@@ -52,7 +52,7 @@ def gradient_stop(found: Examination, wrong: list[Difference]) -> Stop | None:
 
 def slopes_part(found: Examination, wrong: list[Difference]) -> Parting | None:
     """Where values that both have are sent another gradient; None where nothing is seen to part."""
-    arithmetic, pair, whole = _faster(found, wrong), found.pair, found.whole
+    arithmetic, pair, whole = faster(found, wrong), found.pair, found.whole
     if arithmetic is None or whole.loss is None:
         return None
     with unless_ours():  # a module may take no hooks, a function may not be watched
@@ -101,7 +101,7 @@ def _no_further_out(mutant: Mutant, place: str, value: Exchanged | None) -> Muta
 
 def _cases(found: Examination, difference: Difference) -> list[Accused]:
     """The quantities of its pass, itself first; none where nobody can tell."""
-    arithmetic, pair, pass_ = _faster(found, [difference]), found.pair, difference.pass_
+    arithmetic, pair, pass_ = faster(found, [difference]), found.pair, difference.pass_
     if arithmetic is None or pass_ not in FORWARD:
         return []
     mine, theirs = (read[pass_] for read in found.read(arithmetic, evaluate=pass_ == "eval"))
@@ -114,7 +114,7 @@ def _cases(found: Examination, difference: Difference) -> list[Accused]:
     ]
 
 
-def _faster(found: Examination, wrong: list[Difference]) -> str | None:
+def faster(found: Examination, wrong: list[Difference]) -> str | None:
     """Plain float64 where that shows what is wrong as well; else the exact arithmetic, if there is one."""
     shown = found.float64 and all(d.excess("float64") > 1 for d in wrong)
     return "float64" if found.exact_arithmetic and shown else found.exact_arithmetic

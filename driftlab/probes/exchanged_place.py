@@ -16,7 +16,7 @@ from driftlab.words import Place
 def where_a_value_would(pair: Pair, place: Place, value: Exchanged, right: Callable[[str], bool]) -> Place:
     """As of ``_where``; but what is looked up otherwise in a table is the affair of who gives the index."""
     at = _where(pair, place, value, right)
-    return replace(at, module=_written(pair, _caller(at.module))) if _is_table(pair, at.module) else at
+    return replace(at, module=who_looks_up(pair, at.module))
 
 
 def _where(pair: Pair, place: Place, value: Exchanged, right: Callable[[str], bool]) -> Place:
@@ -41,6 +41,11 @@ def _where(pair: Pair, place: Place, value: Exchanged, right: Callable[[str], bo
     if value.scopes == {value.scope} and right(value.scope) and lies_in(value.scope, place.module):
         return place
     return replace(place, module=called(pair.reference, value.scope), candidate_module=value.candidate_scope)
+
+
+def who_looks_up(pair: Pair, module: str) -> str:
+    """The module itself; of a table who gives the index, and goes on with what stands there."""
+    return _written(pair, _caller(module)) if _is_table(pair, module) else module
 
 
 def is_joined(pair: Pair, place: Place) -> bool:

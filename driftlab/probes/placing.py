@@ -13,10 +13,12 @@ from driftlab.network.modules import called, common_parent, lies_in
 from driftlab.network.pair import Pair
 from driftlab.probes.counterfactual import counterfactual, gradient_stop
 from driftlab.probes.examination import Examination
-from driftlab.probes.exchanged_place import is_joined, where_a_value_would
+from driftlab.probes.exchanged_place import is_joined, where_a_value_would, who_looks_up
 from driftlab.probes.flows_part import parted_in
+from driftlab.probes.lost_place import where_evaluation_loses
 from driftlab.probes.stopped_place import at_one_change, where_a_gradient_stops
 from driftlab.tracing.parting import Parted
+from driftlab.tracing.running import FORWARD
 from driftlab.tracing.searching import Exchanged
 from driftlab.words import Place, ToldBy, Verdict
 
@@ -79,13 +81,13 @@ def _or_where_a_call_would(
         return place, difference, ""
     would = counterfactual(found, difference, place.module)
     if would is None or (within and not _further_in(would.scope, place)):
-        return place, difference, ""
+        return where_evaluation_loses(found, place, difference), difference, ""
     if isinstance(would, Exchanged):
         right = partial(found.local.right, pass_=place.pass_)
         at = where_a_value_would(found.pair, place, would, right)
-        if within and not _further_in(at.module, place):
-            return place, difference, ""
-        return replace(at, told_by=ToldBy.VALUE), difference, ""
+        at = place if within and not _further_in(at.module, place) else replace(at, told_by=ToldBy.VALUE)
+        # of another order the prints tell nothing
+        return at if would.turned else where_evaluation_loses(found, at, difference), difference, ""
     where = f" in `{would.scope}`" if would.scope else ""
     at = at_one_change(found.pair, would.scope, place.pass_)
     if place.module in (would.scope, would.made_in):  # both names as they were told
@@ -121,6 +123,7 @@ def _placed(
             (module, difference), told_by = deeper, ToldBy.CALLS
         return _of(pair, module, difference, told_by, whole=not located and bool(module))
     at = called(pair.reference, parted.module)
+    at = who_looks_up(pair, at) if pass_ in FORWARD else at
     place = Place(at, _pass_of(pass_, at, wrong), 0, parted.candidate_module, ToldBy.FLOW)
     if damped and lies_in(module, place.module):  # the border moved: what is seen of it is the parent's
         return place, (place.module and found.local.wrong(place.module)) or wrong[0]

@@ -111,9 +111,10 @@ def _steps_before(others: Kept, number: int, size: int) -> Iterator[int]:
 
 
 def _offered(others: Kept) -> list[int]:
-    """What the candidate goes on with where it parts, and what only it has."""
+    """What the candidate goes on with where it parts, be it joined to others, and what only it has."""
     values = others.flow.values
     read = {i for n in others.begun for i in values[n].inputs if not values[i].weight}
+    read |= {i for n in read for i in others.joined_of(n)}
     found = read | {n for n in others.offered if not others.shared[n]}
     return [n for n in sorted(found) if n in others.tensors]
 

@@ -106,8 +106,14 @@ class Kept:
         return [i for i in self.flow.values[number].inputs if not self.shared[i]]
 
     def _is_made_of_both(self, number: int) -> bool:
-        """Whether both have what it is made of; weights the other may hold in another form."""
-        return all(self.flow.values[i].weight for i in self.lacked(number))
+        """Whether both have what it is made of; weights the other may hold in another form.
+
+        And what is joined to constants, as to a column of ones for a bias, that the other need not have.
+        """
+        values = self.flow.values
+        lacked = [i for i in self.lacked(number) if not values[i].weight]
+        joined = len(lacked) < len(values[number].inputs) and self._adds_up(number)
+        return not lacked or (joined and not self.fed(lacked))
 
     def _gives_its_order(self, number: int) -> list[int]:
         """What a value is joined of, or the one that it was made of number by number."""
@@ -208,6 +214,12 @@ class Kept:
         """Whether it is a result that is joined of several values."""
         several = len(self.flow.values[number].inputs) > 1
         return several and self._adds_up(number) and self.is_a_result(number)
+
+    def joined_of(self, number: int) -> list[int]:
+        """What a value is joined of, or what it is a copy of."""
+        made = self.original[number]
+        joined = len(self.flow.values[made].inputs) > 1 and self._adds_up(made)
+        return [i for i in self.flow.values[made].inputs if joined]
 
     def _adds_up(self, number: int) -> bool:
         """Whether it holds as many numbers as all that it is made of."""

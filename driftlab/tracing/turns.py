@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from driftlab.tracing.flow import Value
@@ -32,6 +32,16 @@ class Turns:
     def alike(self, number: int) -> list[int]:
         """All that the same operation of the module makes."""
         return self._made[self._operations[number]]
+
+    def told(self) -> dict[int, tuple]:
+        """By what each is told from all others: the operation of a module, its line, and the turn."""
+        turns: Counter[tuple] = Counter()
+        found = {}
+        for number, operation in self._operations.items():
+            made_by = operation, self._called_by[number][:1]
+            turns[made_by] += 1
+            found[number] = *made_by, turns[made_by]
+        return found
 
     def again(self, number: int) -> list[list[int]]:
         """A value and those after it that its module makes so, and uses; at its line; called so; alone."""

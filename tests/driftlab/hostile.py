@@ -110,6 +110,14 @@ class Caching(nn.Linear):
         return self.last[0]
 
 
+class KeepsParts(nn.Linear):
+    """Of a weight, which an optimizer then writes into."""
+
+    def forward(self, x):
+        self.parts = self.weight.unbind(0)
+        return super().forward(x)
+
+
 class InEval(nn.Sequential):
     """A network that ``train`` leaves in eval mode."""
 
@@ -155,6 +163,14 @@ class OwnLoss(nn.Module):
 def cached():
     layer = Caching(5, 3)
     layer(inputs())
+    return layer
+
+
+def with_parts_of_an_older_weight():
+    layer = KeepsParts(5, 3)
+    layer(inputs())
+    with torch.no_grad():
+        layer.weight.mul_(2)
     return layer
 
 
@@ -308,6 +324,7 @@ JUDGED = {
     "the old spectral_norm": ({"reference": lambda: normed_by_hooks(nn.utils.spectral_norm)}, SAME),
     "pruned": ({"reference": pruned}, SAME),
     "a cache with its graph": ({"reference": cached}, SAME),
+    "parts of an older weight": ({"reference": with_parts_of_an_older_weight}, SAME),
     "bfloat16": ({"reference": lambda: network().bfloat16()}, SAME),
     "a foreign network": ({"candidate": lambda: lambda model: FOREIGN}, ("bug",)),
     "NaN in the candidate": ({"candidate": lambda: with_weight(float("nan"))}, ("bug",)),

@@ -5,7 +5,7 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 
-from driftlab.mistakes.mutations import OPERANDS, SETTINGS, mutations, numbered
+from driftlab.mistakes.mutations import OPERANDS, SETTINGS, Given, mutations, numbered
 from driftlab.mistakes.torch_call import Call
 
 
@@ -22,7 +22,7 @@ class Kept(TorchFunctionMode):
 def made(call):
     """The changed calls, where a change is another operand."""
     changes = (make for operator in (*SETTINGS, *OPERANDS) for _, make in mutations(call, [], operator))
-    return [make.__self__ for make in changes if isinstance(getattr(make, "__self__", None), Call)]
+    return [make.changed for make in changes if isinstance(make, Given)]
 
 
 def integers(call):

@@ -1,0 +1,68 @@
+"""Where two networks part in evaluation alone: at what the other comes by in training, and lacks there.
+
+Training is the control: there the two make the same values, which tells what the other comes by. What it
+comes by there and not in evaluation is lost, and where that begins the two part. What a rewrite evaluates in
+another way and rightly (a norm folded into a layer) leads to a value that both have, and is not come by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from driftlab.tracing.flow import Value, reached
+from driftlab.tracing.kept import Kept
+from driftlab.tracing.running import Again
+
+# One network's passes, by their names.
+Passes = Callable[[str], Again]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Attributes:
+    modules: those that make the first values that are lost; none where that is not seen.
+    resized: whether what the other network makes there has another size in evaluation.
+    """
+
+    modules: frozenset[str] = frozenset()
+    resized: bool = False
+
+
+def lost(mine: Passes, theirs: Passes) -> Lost:
+    """What of one network's values the other loses first in evaluation."""
+    own, others = ({pass_: Kept(runs(pass_)) for pass_ in ("forward", "eval")} for runs in (mine, theirs))
+    if any(kept.full for kept in (*own.values(), *others.values())):
+        return Lost()
+    evaluated, trained = own["eval"], others["forward"]
+    evaluated.compare(others["eval"])
+    values, results = evaluated.flow.values, evaluated.flow.results.values()
+    again = _again(own["forward"], evaluated)
+    before = {n: p for m, n in again.items() if (p := own["forward"].flow.values[m].prints) and p.telling}
+    found: set[int] = set()
+    for has, lacked, had in (
+        (evaluated.shared.__getitem__, evaluated.lacked, trained.seen.has),
+        (evaluated.has_whole, evaluated.lacked_whole, trained.seen.find_whole),
+    ):
+        on_the_way = reached((n for n in results if not has(n)), lacked)
+        found |= {n for n in on_the_way & before.keys() if had(before[n]) and not values[n].weight}
+    first = found - _made_of(found, values)
+    theirs_again, sizes = _again(trained, others["eval"]), [v.size for v in others["eval"].flow.values]
+    alike = ((n, m) for n in first for m in trained.seen.find_whole(before[n]) if m in theirs_again)
+    resized = any(sizes[theirs_again[m]] != values[n].size for n, m in alike)
+    return Lost(frozenset(values[n].scope for n in first), resized)
+
+
+def _again(trained: Kept, evaluated: Kept) -> dict[int, int]:
+    """Of the values that are made in training, those that the same code makes in evaluation."""
+    made = {told: number for number, told in evaluated.turns.told().items()}
+    return {number: made[told] for number, told in trained.turns.told().items() if told in made}
+
+
+def _made_of(numbers: set[int], values: Sequence[Value]) -> set[int]:
+    """All that is made of these."""
+    found: set[int] = set()
+    for number, value in enumerate(values):
+        if any(i in numbers or i in found for i in value.inputs):
+            found.add(number)
+    return found
