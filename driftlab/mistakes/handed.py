@@ -46,13 +46,18 @@ class Handed:
         self._made: dict[int, int] = {}  # where each of ``earlier`` stands, by its ``id``
         self._begun: dict[Entered, int] = {}  # how many were made when a module was entered
         self._moved: dict[int, Tensor] = {}  # what they are made of, if it was only moved
+        self._at_hand: defaultdict[str, set[int]] = defaultdict(set)  # the places of what is, by the module
 
     def see(
         self, number: int, call: Call, out: Any, entered: Sequence[Entered], earlier: Sequence[Tensor]
     ) -> None:
         self._made |= {id(earlier[at]): at for at in range(len(self._made), len(earlier))}
-        for one in entered:
-            self._begun.setdefault(one, len(earlier))
+        self._has_at_hand(entered[-1].scope if entered else "", call.tensors)
+        for at, one in enumerate(entered):
+            if one not in self._begun:
+                self._begun[one] = len(earlier)
+                for module in entered[max(0, at - 1) : at + 1]:
+                    self._has_at_hand(module.scope, one.given)
         if call.name in MOVES and call.tensors and out is not call.tensors[0] and out.is_floating_point():
             self._moved[id(out)] = call.tensors[0]  # alive in ``earlier``, so that nobody else gets its id
         taken: defaultdict[int, list[int]] = defaultdict(list)
@@ -67,6 +72,9 @@ class Handed:
                         self._values[one, at] = _Value(one.scope, caller.scope, others)
                     self._values[one, at].places[number] = places
                     self._values[one, at].moved |= call.name in MOVES
+
+    def _has_at_hand(self, scope: str, tensors: Sequence[Tensor]) -> None:
+        self._at_hand[scope].update(self._made[id(t)] for t in tensors if id(t) in self._made)
 
     def by(self, another: Another, entered: Sequence[Entered]) -> tuple[str | None, str | None]:
         """The module that hands on the value that another stands for, and one further in that has both.
@@ -111,7 +119,10 @@ class Handed:
             yield tensor
 
     def mutants(self) -> Iterator[Mutant]:
-        """Of what is taken in several places, or moved; if handed on, of the outermost that takes it."""
+        """Of what is taken in several places, or moved; if handed on, of the outermost that takes it.
+
+        Its caller has the other at hand: it takes it, or hands it on.
+        """
         seen: set[tuple] = set()
         for value in self._values.values():
             taken = tuple(sorted((number, tuple(places)) for number, places in value.places.items()))
@@ -119,7 +130,7 @@ class Handed:
             if alone or taken in seen or lies_in(value.caller, value.scope):
                 continue
             seen.add(taken)
-            for other in value.others:
+            for other in (o for o in value.others if o in self._at_hand[value.caller]):
                 change = partial(_given, value.places, other)
                 words = f"what `{value.scope}` is given is another value"
                 calls = frozenset(value.places)

@@ -12,6 +12,8 @@ from torch import Tensor
 from driftlab.mistakes.orders import Mutation
 from driftlab.mistakes.torch_call import Call
 
+# So many streams, or maps of one width, are joined as a rule.
+PARTS = (2, 3, 4)
 # What is normed, its mean (0.0 where none is taken off), and its variance, or mean square.
 Parts = tuple[Tensor, Tensor | float, Tensor]
 
@@ -102,10 +104,18 @@ NORMS: dict[str, Callable[[dict[str, Any]], Parts]] = {
 
 
 def normed_otherwise(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """Of a norm by its own statistics: with or without the mean, by a variance over n - 1, other groups."""
+    """Of a norm by its own statistics: with or without the mean, by a variance over n - 1, other groups.
+
+    What is joined of several before a norm is normed in its parts.
+    """
     given = call.given() if call.name in NORMS and call.tensors else None
     if not given or not has_own_statistics(call.name, given):
         return
+    if call.name in ("layer_norm", "rms_norm"):
+        last, *others = reversed(given["normalized_shape"])
+        for parts in (n for n in PARTS if last % n == 0 and not others):
+            words = f"each of {parts} parts by itself in `{call.name}`"
+            yield words, lambda parts=parts: written_out(call, parts=partial(_in_parts, parts))
     if call.name == "rms_norm":
         yield "the mean taken away in `rms_norm`", lambda: written_out(call, parts=_centred)
         return
@@ -115,6 +125,13 @@ def normed_otherwise(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation
             yield f"{groups} groups in `group_norm`", partial(call.again, num_groups=groups)
     yield f"no mean taken away in `{call.name}`", lambda: written_out(call, parts=_uncentred)
     yield f"a variance over n - 1, not n, in `{call.name}`", lambda: written_out(call, parts=_corrected)
+
+
+def _in_parts(count: int, parts: Parts) -> Parts:
+    x, mean, _ = parts
+    x = x.unflatten(-1, (count, -1))
+    mean = x.mean(-1, keepdim=True) if isinstance(mean, Tensor) else mean
+    return x, mean, (x - mean).square().mean(-1, keepdim=True)
 
 
 def _centred(parts: Parts) -> Parts:

@@ -22,7 +22,7 @@ from driftlab.words import Place, ToldBy
 def where_evaluation_loses(found: Examination, place: Place, difference: Difference) -> Place:
     """The module that makes first what the candidate has in training alone, where no change says more.
 
-    Of several the one that holds the others. A layer of torch's is given other rows by who calls it.
+    Of several the one that holds the others. A linear layer is given other rows by who calls it.
     """
     surer = place.told_by in (ToldBy.CHANGE, ToldBy.CALLS)
     trains = not any(d.pass_ in ("forward", *BACKWARD) for d in found.network.wrong())
@@ -38,9 +38,10 @@ def where_evaluation_loses(found: Examination, place: Place, difference: Differe
     module = common(parts.modules)
     if module not in parts.modules:
         return place
-    if not is_torchs(pair.reference.get_submodule(module)):
+    layer = pair.reference.get_submodule(module)
+    if not is_torchs(layer):
         return replace(place, module=module, told_by=ToldBy.FLOW)
-    given_other_rows = parts.resized and place.module == module
+    given_other_rows = type(layer) is nn.Linear and parts.in_part and place.module == module
     return replace(place, module=with_code(pair, module)) if given_other_rows else place
 
 

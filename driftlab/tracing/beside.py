@@ -35,6 +35,12 @@ class Beside:
             self._known[number] = known
         return self._known[number]
 
+    def lacks_constant(self, number: int) -> bool:
+        """Whether it is made of constants alone, and the other has it in no form that is seen."""
+        value = self._values[number]
+        made = not value.fed and not value.given and value.prints is not None
+        return made and value.prints.telling and not self.seen.has(value.prints, self.within[number])
+
     def border(self, number: int, inner: Callable[[int], bool]) -> tuple[set[int], set[int]]:
         """What is made of a value as far as it is ``inner``, and what is made of that."""
         inside = reached([number], lambda at: filter(inner, self._whole_uses(at)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from driftlab.tracing.flow import Value, reached
 from driftlab.tracing.kept import Kept
+from driftlab.tracing.prints import Prints, Seen
 from driftlab.tracing.running import Again
 
 # One network's passes, by their names.
@@ -22,11 +23,11 @@ Passes = Callable[[str], Again]
 class Lost:
     """Attributes:
     modules: those that make the first values that are lost; none where that is not seen.
-    resized: whether what the other network makes there has another size in evaluation.
+    in_part: whether the other network makes some rows of one in evaluation, and not others.
     """
 
     modules: frozenset[str] = frozenset()
-    resized: bool = False
+    in_part: bool = False
 
 
 def lost(mine: Passes, theirs: Passes) -> Lost:
@@ -47,10 +48,18 @@ def lost(mine: Passes, theirs: Passes) -> Lost:
         on_the_way = reached((n for n in results if not has(n)), lacked)
         found |= {n for n in on_the_way & before.keys() if had(before[n]) and not values[n].weight}
     first = found - _made_of(found, values)
-    theirs_again, sizes = _again(trained, others["eval"]), [v.size for v in others["eval"].flow.values]
-    alike = ((n, m) for n in first for m in trained.seen.find_whole(before[n]) if m in theirs_again)
-    resized = any(sizes[theirs_again[m]] != values[n].size for n, m in alike)
-    return Lost(frozenset(values[n].scope for n in first), resized)
+    first = evaluated.fed(first) or first  # of fewer rows there are fewer positions
+    there = others["eval"]
+    made = _again(trained, there)
+    alike = ((n, made[m]) for n in first for m in trained.seen.find_whole(before[n]) if m in made)
+    resized = any(there.flow.values[m].size != values[n].size for n, m in alike)
+    in_part = resized or any(_is_there_in_part(values[n].prints, there.seen) for n in first)
+    return Lost(frozenset(values[n].scope for n in first), in_part)
+
+
+def _is_there_in_part(prints: Prints | None, seen: Seen) -> bool:
+    slices = [[bool(seen.find(one)) for one in axis] for axis in (prints.slices if prints else ())]
+    return any(any(axis) and not all(axis) for axis in slices)
 
 
 def _again(trained: Kept, evaluated: Kept) -> dict[int, int]:

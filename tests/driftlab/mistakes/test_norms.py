@@ -54,9 +54,18 @@ def test_channels_in_other_groups():
 
 
 def test_a_root_mean_square_with_the_mean_taken_away_is_a_layer_norm():
-    found = made(F.rms_norm, X, (4,), LAST_W, 1e-5)
-    assert list(found) == ["the mean taken away in `rms_norm`"]
-    torch.testing.assert_close(*found.values(), F.layer_norm(X, (4,), LAST_W, None, 1e-5))
+    found = made(F.rms_norm, X, (4,), LAST_W, 1e-5)["the mean taken away in `rms_norm`"]
+    torch.testing.assert_close(found, F.layer_norm(X, (4,), LAST_W, None, 1e-5))
+
+
+@pytest.mark.parametrize("function", [F.layer_norm, F.rms_norm])
+def test_what_is_joined_is_normed_in_its_parts(function):
+    options = {"bias": LAST_B} if function is F.layer_norm else {}
+    found = made(function, X, (4,), LAST_W, **options, eps=1e-5)
+    assert sum("parts" in words for words in found) == 2
+    halves = [function(half, (2,), eps=1e-5) for half in X.chunk(2, -1)]
+    expected = torch.cat(halves, -1) * LAST_W + options.get("bias", 0.0)
+    torch.testing.assert_close(found[f"each of 2 parts by itself in `{function.__name__}`"], expected)
 
 
 def test_a_batch_norm_moves_its_statistics_as_it_did_and_by_stored_ones_has_no_other():
