@@ -93,7 +93,8 @@ class Handed:
         has_both = next((one.scope for one in inside if self._has(one, another.value)), None)
         if has_both is None or sum(id(t) in self._made for t in another.call.tensors) == 1:
             return entered[handed[-1]].scope, has_both
-        made_one = (one.scope for one in reversed(inside) if not self._is_given(one, another.value))
+        have_both = (one for one in reversed(inside) if self._has(one, another.value))
+        made_one = (one.scope for one in have_both if not self._is_given(one, another.value))
         return next(made_one, None), has_both
 
     def goes_on_with(self, number: int, place: int, by: str) -> str | None:

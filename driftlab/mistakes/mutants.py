@@ -21,7 +21,7 @@ from driftlab.mistakes.choices import Choices
 from driftlab.mistakes.frontier import Frontier, comes_by, same_numbers
 from driftlab.mistakes.handed import Handed
 from driftlab.mistakes.in_turn import in_turn
-from driftlab.mistakes.mutant import NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
+from driftlab.mistakes.mutant import FREQUENCY, NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
 from driftlab.mistakes.mutated import Mutated, with_another_number
 from driftlab.mistakes.mutations import (
     INDICES,
@@ -36,7 +36,7 @@ from driftlab.mistakes.mutations import (
 from driftlab.mistakes.orders import ORDERS
 from driftlab.mistakes.swapped import Swapped
 from driftlab.mistakes.torch_call import Call
-from driftlab.mistakes.weight_mutations import turned_weights, weight_mutations
+from driftlab.mistakes.weight_mutations import other_frequencies, turned_weights, weight_mutations
 from driftlab.network.modules import is_torchs
 from driftlab.tracing.prints import Seen
 from driftlab.tracing.scopes import Entered, Scopes
@@ -144,18 +144,23 @@ class Mutants:
         """
         together = self._together(), self._swapped.mutants(), self._choices.mutants(), in_turn(twin)
         self.unsigned += chain(*together, self._indices.mutants(), self._handed.mutants())
-        changes = chain(weight_mutations(twin, left), turned_weights(twin) if self._within else ())
-        self.unsigned += (Mutant(owner, words, WEIGHTS, weights=change) for owner, words, change in changes)
+        turned = turned_weights(twin) if self._within else ()
+        for kind, changes in (
+            (WEIGHTS, chain(weight_mutations(twin, left), turned)),
+            (FREQUENCY, other_frequencies(twin)),
+        ):
+            self.unsigned += (Mutant(owner, words, kind, weights=change) for owner, words, change in changes)
         self.signs, self.unsigned = ([*map(self._as_taken, some)] for some in (self.signs, self.unsigned))
         self.found = [*self._of_a_layer(), *map(self._of_a_caller, self.found)]
         for mutants in (self.found, self.signs, self.unsigned):
             mutants.sort(key=lambda m: (self._away(m), self._is_further_on(m)))
         self.found.sort(key=lambda m: -1 if m.kind is NUMBER else SETTINGS.index(m.kind))
         self.unsigned = _in_turns([m for m in self.unsigned if self._concerns(m)])
+        self.unsigned.sort(key=lambda m: m.kind is not FREQUENCY)  # there are few
 
     def is_near(self, mutant: Mutant) -> bool:
-        """To the module that is thought of, or to who makes the value."""
-        return self._away(mutant) <= 1
+        """To the module that is thought of, or to who makes the value; frequencies are everybody's."""
+        return mutant.kind is FREQUENCY or self._away(mutant) <= 1
 
     def _away(self, mutant: Mutant) -> int:
         return min(mutant.away(module) for module in self._nearest)

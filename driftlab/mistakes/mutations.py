@@ -48,7 +48,7 @@ def numbered(call: Call) -> Callable[[float], Any] | None:
         found
         and found[1]
         and call.tensors
-        and call.name in ("add", "sub", "rsub", "mul", "div", "rdiv", "pow")
+        and call.name in ("add", "sub", "rsub", "mul", "div", "rdiv", "pow", "rpow")
     ):
         return lambda times: call.with_number(found[1] * times)
     if call.name == "scaled_dot_product_attention":

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -139,8 +140,9 @@ def _in_modules(
     before = ways.run(seen)
     one_by_one = [frozenset({scope}) for scope in seen.scopes][:MODULES]
     for scopes in (*one_by_one, frozenset(seen.scopes)) if seen.scopes else ():
-        if _explain(before, ways.run(mode(ways.scopes, scopes)), lacks):
-            return Stop(common(scopes), scopes, False, words)
+        with suppress(RuntimeError):  # it does not run so: what it writes into it goes back through now
+            if _explain(before, ways.run(mode(ways.scopes, scopes)), lacks):
+                return Stop(common(scopes), scopes, False, words)
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
@@ -16,6 +17,9 @@ from driftlab.network.start import owner
 
 # Of as many weights of one shape that lie side by side any two may be exchanged: query, key, value, output.
 SIDE_BY_SIDE = 6
+# Of rotary positions, in models that are published; and what frequencies are scaled by.
+BASES = (1e2, 1e3, 1e4, 1e5, 5e5, 1e6)
+FACTORS = (0.5, 2.0, 2 * math.pi, 0.5 / math.pi)
 
 
 def weight_mutations(
@@ -35,6 +39,30 @@ def weight_mutations(
         yield common(owners), words, partial(_exchange, dict(zip(one, other, strict=True)))
     for name, tensor in left.items():
         yield owner(name), f"`{name}` as the call leaves it", partial(_set, {name: tensor})
+
+
+def other_frequencies(network: nn.Module) -> Iterator[tuple[str, str, Callable[[nn.Module], None]]]:
+    """The same of buffers of frequencies, which rotary and sinusoidal positions are made of."""
+    for name, buffer in network.named_buffers():
+        for words, other in _frequencies(held(buffer).detach()) if buffer.is_floating_point() else ():
+            yield owner(name), f"`{name}` {words}", partial(_set, {name: other})
+
+
+def _frequencies(values: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Of a geometric row ``base ** (-i / n)`` others: of another base or range, one on, in other units.
+
+    None of what is no such row.
+    """
+    steps = values[1:] / values[:-1] if values.dim() == 1 and len(values) > 2 else values.new_zeros(1)
+    falls = float(steps[0])
+    if not 0 < falls < 1 or not torch.allclose(steps, steps[:1], rtol=1e-4):
+        return
+    n, first = len(values), values[0]
+    bases = (math.log(base) / (-n * math.log(falls)) for base in BASES)
+    for power in (*bases, 0.5, 2.0, n / (n - 1), (n - 1) / n):
+        yield f"to the power of {power:.4g}", first * (values / first) ** power
+    for factor in (falls, 1 / falls, *FACTORS):
+        yield f"times {factor:.4g}", values * factor
 
 
 def turned_weights(network: nn.Module) -> Iterator[tuple[str, str, Callable[[nn.Module], None]]]:

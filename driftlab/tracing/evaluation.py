@@ -63,9 +63,15 @@ def _is_there_in_part(prints: Prints | None, seen: Seen) -> bool:
 
 
 def _again(trained: Kept, evaluated: Kept) -> dict[int, int]:
-    """Of the values that are made in training, those that the same code makes in evaluation."""
-    made = {told: number for number, told in evaluated.turns.told().items()}
-    return {number: made[told] for number, told in trained.turns.told().items() if told in made}
+    """Of the values that are made in training, those that the same code makes in evaluation.
+
+    Or the same operation of the module, where evaluation has a line of its own.
+    """
+    found: dict[int, int] = {}
+    for by_line in (False, True):
+        made = {told: number for number, told in evaluated.turns.told(by_line).items()}
+        found |= {n: made[told] for n, told in trained.turns.told(by_line).items() if told in made}
+    return found
 
 
 def _made_of(numbers: set[int], values: Sequence[Value]) -> set[int]:

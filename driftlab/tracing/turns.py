@@ -33,12 +33,12 @@ class Turns:
         """All that the same operation of the module makes."""
         return self._made[self._operations[number]]
 
-    def told(self) -> dict[int, tuple]:
+    def told(self, by_line: bool = True) -> dict[int, tuple]:
         """By what each is told from all others: the operation of a module, its line, and the turn."""
         turns: Counter[tuple] = Counter()
         found = {}
         for number, operation in self._operations.items():
-            made_by = operation, self._called_by[number][:1]
+            made_by = operation, self._called_by[number][:1] if by_line else ()
             turns[made_by] += 1
             found[number] = *made_by, turns[made_by]
         return found
