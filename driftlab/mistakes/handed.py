@@ -135,7 +135,9 @@ class Handed:
                 change = partial(_given, value.places, other)
                 words = f"what `{value.scope}` is given is another value"
                 calls = frozenset(value.places)
-                yield Mutant(value.caller, words, HANDED, calls, change, made_in=value.scope)
+                has_both = value.scope if other in self._at_hand[value.scope] else None
+                at = {"made_in": value.scope, "has_both": has_both}
+                yield Mutant(value.caller, words, HANDED, calls, change, **at)
 
 
 def _given(

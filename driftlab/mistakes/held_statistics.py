@@ -10,7 +10,9 @@ from driftlab.mistakes.torch_call import Call
 
 
 class HeldStatistics(InModules):
-    """The statistics of norms are taken for constants there."""
+    """The statistics of norms are taken for constants there; or what is divided by alone."""
+
+    mean_too = True
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         call = Call(func, tuple(args), kwargs or {})
@@ -19,10 +21,12 @@ class HeldStatistics(InModules):
             return call.run()
         if not self.changes():
             return call.run()
-        return written_out(call, parts=_held)
+        return written_out(call, parts=self._held)
+
+    def _held(self, parts: Parts) -> Parts:
+        x, mean, spread = parts
+        return x, mean.detach() if self.mean_too and isinstance(mean, Tensor) else mean, spread.detach()
 
 
-def _held(parts: Parts) -> Parts:
-    x, *statistics = parts
-    mean, spread = (t.detach() if isinstance(t, Tensor) else t for t in statistics)
-    return x, mean, spread
+class HeldDeviation(HeldStatistics):
+    mean_too = False

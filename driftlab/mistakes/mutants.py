@@ -21,7 +21,7 @@ from driftlab.mistakes.choices import Choices
 from driftlab.mistakes.frontier import Frontier, comes_by, same_numbers
 from driftlab.mistakes.handed import Handed
 from driftlab.mistakes.in_turn import in_turn
-from driftlab.mistakes.mutant import FREQUENCY, NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
+from driftlab.mistakes.mutant import FREQUENCY, HANDED, NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
 from driftlab.mistakes.mutated import Mutated, with_another_number
 from driftlab.mistakes.mutations import (
     INDICES,
@@ -182,10 +182,18 @@ class Mutants:
                 yield Mutant(by, words, TOGETHER, frozenset(made), change, made_in=scope)
 
     def _as_taken(self, mutant: Mutant) -> Mutant:
-        """The same; of one operand of several that take a value its module's, and not of who hands it on."""
+        """The same; of one operand of several that take a value its module's, and not of who hands it on.
+
+        Nor of a loop's that hands both to each of its layers.
+        """
+        if mutant.kind == HANDED and mutant.has_both and self._is_in_a_list(mutant.at):
+            return replace(mutant, scope=mutant.at)
         place, number = self._operands.get(mutant), min(mutant.calls, default=-1)
         taker = None if place is None else self._handed.goes_on_with(number, place, mutant.scope)
         return mutant if taker is None else replace(mutant, scope=taker)
+
+    def _is_in_a_list(self, scope: str) -> bool:
+        return isinstance(self._network.get_submodule(scope.rpartition(".")[0]), nn.ModuleList)
 
     def _of_a_layer(self) -> Iterator[Mutant]:
         """Of torch's, which is called from several lines: all of its calls."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from driftlab.arithmetic.passes import Recorded
 from driftlab.mistakes.accused import LEFT
 from driftlab.mistakes.call_modes import InModules, Key, Undetached
-from driftlab.mistakes.held_statistics import HeldStatistics
+from driftlab.mistakes.held_statistics import HeldDeviation, HeldStatistics
 from driftlab.mistakes.other_slopes import OtherSlopes, slopes
 from driftlab.mistakes.ways_back import Gradients, Operand, Told, WaysBack
 from driftlab.network.modules import common, lies_in
@@ -70,10 +70,11 @@ def stopped(
         return through
     operands = ways.sent()
     told = ways.told(operands, lacks) if operands else []
-    words = "a norm's statistics, held fixed on the way back, would do that"
+    fixed = "held fixed on the way back, would do that"
     return (
         _of_operands(ways, operands, told)
-        or _in_modules(ways, HeldStatistics, lacks, words)
+        or _in_modules(ways, HeldStatistics, lacks, f"a norm's statistics, {fixed}")
+        or _in_modules(ways, HeldDeviation, lacks, f"what a norm divides by, {fixed}")
         or _at_each_turn(ways, operands, told, lacks)
         or _of_another_slope(ways, lacks)
     )

@@ -160,7 +160,8 @@ class Search:
         made = own.written(spot if turned else own.original[spot])
         whole = own.written(own.taken_from(made))
         whole = whole if values[whole].made_by[0] else made  # or of a weight, which nobody makes
-        lacked = (n for n in before if n == spot or not own.has_whole(n))
+        moved = {n for n in before if own.original[n] != n and own.original[n] in before}
+        lacked = (n for n in before if n not in moved and (n == spot or not own.has_whole(n)))
         made_there = {n for n in lacked if values[n].made_by[0] and values[n].prints is not None}
         scopes = frozenset(values[n].scope for n in made_there | ({whole} - {made}))
         used = set[int]() if own.is_a_result(made) else own.users(made)
