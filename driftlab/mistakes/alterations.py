@@ -199,7 +199,7 @@ def _projected_without(what: str) -> Alteration:
 _WEIGHTED = ("linear", *(f"conv{kind}{d}d" for kind in ("", "_transpose") for d in (1, 2, 3)))
 
 
-def _weighted(call: Call) -> Tensor | None:
+def weighted(call: Call) -> Tensor | None:
     """The weight of a linear or a convolution."""
     if call.name not in _WEIGHTED:
         return None
@@ -208,7 +208,7 @@ def _weighted(call: Call) -> Tensor | None:
 
 
 def _biased(call: Call) -> bool:
-    return _weighted(call) is not None and call.argument(2, "bias") is not None
+    return weighted(call) is not None and call.argument(2, "bias") is not None
 
 
 def _with_weight(change: Callable[[Tensor], Tensor]) -> Callable[[Call], Any]:
@@ -216,12 +216,12 @@ def _with_weight(change: Callable[[Tensor], Tensor]) -> Callable[[Call], Any]:
 
 
 def _is_square(call: Call) -> bool:
-    weight = _weighted(call)
+    weight = weighted(call)
     return weight is not None and weight.shape[-1] == weight.shape[-2] > 1
 
 
 def _has_kernel(call: Call) -> bool:
-    weight = _weighted(call)
+    weight = weighted(call)
     return weight is not None and weight.dim() > 2 and weight[0, 0].numel() > 1
 
 

@@ -19,25 +19,21 @@ from driftlab.blame import caller, module_at_work
 from driftlab.mistakes.call_modes import parts
 from driftlab.mistakes.choices import Choices
 from driftlab.mistakes.frontier import Frontier, comes_by, same_numbers
-from driftlab.mistakes.handed import Handed
 from driftlab.mistakes.in_turn import in_turn
-from driftlab.mistakes.mutant import FREQUENCY, HANDED, NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
+from driftlab.mistakes.mutant import FREQUENCY, NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
 from driftlab.mistakes.mutated import Mutated, with_another_number
 from driftlab.mistakes.mutations import (
-    INDICES,
     JOINED,
     NEUTRAL,
     OPERANDS,
     SETTINGS,
-    Another,
-    Given,
     normed_together,
 )
 from driftlab.mistakes.orders import ORDERS
 from driftlab.mistakes.swapped import Swapped
 from driftlab.mistakes.torch_call import Call
 from driftlab.mistakes.weight_mutations import other_frequencies, turned_weights, weight_mutations
-from driftlab.network.modules import is_torchs
+from driftlab.mistakes.whose import Whose
 from driftlab.tracing.prints import Seen
 from driftlab.tracing.scopes import Entered, Scopes
 from driftlab.tracing.searching import Exchanged
@@ -74,7 +70,7 @@ class Mutants:
         near: str,
         value: Exchanged | None = None,
     ):
-        self._network, self._names, self._scopes, self._near = network, names, scopes, near
+        self._names, self._scopes, self._near = names, scopes, near
         self._within = None if value is None else {near or value.scope, value.scope, *value.scopes}
         self._between = frozenset() if value is None else value.scopes
         self._nearest = (near,) if value is None else (near, value.scope)
@@ -85,11 +81,10 @@ class Mutants:
         self.signs: list[Mutant] = []
         self.unsigned: list[Mutant] = []
         self.lines: defaultdict[tuple, dict[str, set[int]]] = defaultdict(dict)
-        self._lines_of: defaultdict[str, set[tuple]] = defaultdict(set)  # by the module
         self.calls = self.elements = 0
         self._mutated = Mutated()
-        self._indices, self._handed, self._swapped, self._choices = Indices(), Handed(), Swapped(), Choices()
-        self._operands: dict[Mutant, int] = {}  # which one is another value
+        self._indices, self._swapped, self._choices = Indices(), Swapped(), Choices()
+        self._whose = Whose(network, scopes)
         self._norms: defaultdict[tuple, dict[int, Call]] = defaultdict(dict)  # by the module and the weight
         self._callers: defaultdict[str, list[Entered]] = defaultdict(list)  # of each call of a norm
 
@@ -100,10 +95,9 @@ class Mutants:
         line = (*caller(), call.name)
         scope = module_at_work(self._names) or self._scopes.now
         self.lines[line].setdefault(scope, set()).add(number)
-        self._lines_of[scope].add(line[:-1])
         self._indices.see(number, scope, call)
-        self._handed.see(number, call, out, self._scopes.entered, earlier)
-        self._swapped.see(number, scope, self._handed_by(scope), call, out)
+        self._whose.see(number, scope, line[:-1], call, out, earlier)
+        self._swapped.see(number, scope, self._whose.hands_on(scope), call, out)
         self._choices.see(number, scope, call, out)
         kept = number in self._frontier
         if not kept and self._had.get(number) and scope != self._turned:  # the candidate's call is right
@@ -118,14 +112,9 @@ class Mutants:
         self.found += (m for m, *_ in self._mutated.of(here, SETTINGS, call, earlier, out))
         if kept and self._frontier[number]:
             self.unsigned += (m for m, *_ in self._mutated.of(here, ORDERS, call, earlier, out))
-        here = replace(here, scope=self._handed_by(scope), made_in=scope)
+        here = replace(here, scope=self._whose.hands_on(scope), made_in=scope)
         for mutant, make, made in self._mutated.of(here, OPERANDS, call, earlier, out):
-            if isinstance(make, Given) and isinstance(make.own, nn.Parameter):
-                mutant = replace(mutant, scope=scope, made_in=None)  # whose weight it is
-            elif isinstance(make, Another):
-                by, has_both = self._handed.by(make, self._scopes.entered)
-                mutant = replace(mutant, scope=mutant.scope if by is None else by, has_both=has_both)
-                self._operands[mutant] = make.place
+            mutant = self._whose.of_operand(mutant, make, scope)
             if kept and same_numbers(out, made):
                 self.unsigned.append(mutant)
             elif comes_by(self._seen, made, self._rows):
@@ -143,15 +132,18 @@ class Mutants:
             left: its buffers that a call changes, as it leaves them.
         """
         together = self._together(), self._swapped.mutants(), self._choices.mutants(), in_turn(twin)
-        self.unsigned += chain(*together, self._indices.mutants(), self._handed.mutants())
+        self.unsigned += chain(*together, self._indices.mutants(), self._whose.handed())
         turned = turned_weights(twin) if self._within else ()
         for kind, changes in (
             (WEIGHTS, chain(weight_mutations(twin, left), turned)),
             (FREQUENCY, other_frequencies(twin)),
         ):
             self.unsigned += (Mutant(owner, words, kind, weights=change) for owner, words, change in changes)
-        self.signs, self.unsigned = ([*map(self._as_taken, some)] for some in (self.signs, self.unsigned))
-        self.found = [*self._of_a_layer(), *map(self._of_a_caller, self.found)]
+        self.signs, self.unsigned = (
+            [*map(self._whose.as_taken, some)] for some in (self.signs, self.unsigned)
+        )
+        all_calls = self._whose.all_of_a_layer(self.found, self.lines)
+        self.found = [*all_calls, *map(self._whose.of_a_caller, self.found)]
         for mutants in (self.found, self.signs, self.unsigned):
             mutants.sort(key=lambda m: (self._away(m), self._is_further_on(m)))
         self.found.sort(key=lambda m: -1 if m.kind is NUMBER else SETTINGS.index(m.kind))
@@ -178,45 +170,10 @@ class Mutants:
             if (made := normed_together(calls)) is not None:
                 words, change = "statistics of all calls together", partial(_instead, made)
                 in_one_call = len(set(self._callers[scope])) == 1
-                by = self._handed_by(scope) if in_one_call else scope  # who parts what it is given, or nobody
+                by = (
+                    self._whose.hands_on(scope) if in_one_call else scope
+                )  # who parts what it is given, or nobody
                 yield Mutant(by, words, TOGETHER, frozenset(made), change, made_in=scope)
-
-    def _as_taken(self, mutant: Mutant) -> Mutant:
-        """The same; of one operand of several that take a value its module's, and not of who hands it on.
-
-        Nor of a loop's that hands both to each of its layers.
-        """
-        if mutant.kind == HANDED and mutant.has_both and self._is_in_a_list(mutant.at):
-            return replace(mutant, scope=mutant.at)
-        place, number = self._operands.get(mutant), min(mutant.calls, default=-1)
-        taker = None if place is None else self._handed.goes_on_with(number, place, mutant.scope)
-        return mutant if taker is None else replace(mutant, scope=taker)
-
-    def _is_in_a_list(self, scope: str) -> bool:
-        return isinstance(self._network.get_submodule(scope.rpartition(".")[0]), nn.ModuleList)
-
-    def _of_a_layer(self) -> Iterator[Mutant]:
-        """Of torch's, which is called from several lines: all of its calls."""
-        known = set()
-        for mutant in self.found:
-            key = mutant.scope, mutant.words, mutant.which
-            several = len(self._lines_of[mutant.scope]) > 1 and mutant.made_in is None
-            if several and key not in known and is_torchs(self._network.get_submodule(mutant.scope)):
-                known.add(key)
-                alike = (m for line, m in self.lines.items() if line[-1:] == mutant.line[-1:])
-                calls = frozenset[int]().union(*(modules.get(mutant.scope, ()) for modules in alike))
-                yield replace(mutant, calls=calls, line=())
-
-    def _of_a_caller(self, mutant: Mutant) -> Mutant:
-        """The same; its caller's, if torch's layer is given an index, or is called from several lines."""
-        called_once = len(self._lines_of[mutant.scope]) < 2
-        if mutant.made_in is not None or (called_once and mutant.kind is not INDICES):
-            return mutant
-        return replace(mutant, scope=self._handed_by(mutant.scope), made_in=mutant.scope)
-
-    def _handed_by(self, scope: str) -> str:
-        """The module whose code hands on what is taken there."""
-        return scope.rpartition(".")[0] if is_torchs(self._network.get_submodule(scope)) else scope
 
 
 def _instead(made: Mapping[int, Tensor], number: int, *others: Any) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from driftlab.mistakes.alterations import ALTERATIONS
+from driftlab.mistakes.alterations import ALTERATIONS, FORMS, weighted
 from driftlab.mistakes.borders import bordered
 from driftlab.mistakes.dilations import dilated, turned_kernel
 from driftlab.mistakes.norms import normed_otherwise
@@ -219,6 +219,15 @@ def _others(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
             yield words, Another(call, place, earlier[at])
 
 
+def _activated(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
+    """What a layer with a weight is given, or what it gives, through one more activation."""
+    if weighted(call) is None:
+        return
+    for words in ("ReLU", "SiLU", "gelu"):
+        yield _with(call, 0, f"through {words}", FORMS[words](call.tensors[0]))
+        yield f"the result of `{call.name}` through {words}", lambda form=FORMS[words]: form(call.run())
+
+
 def _normed_alone(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """Of a sum that is normed one term alone is, and the other added to that."""
     if not call.name.endswith("_norm") or not call.tensors:
@@ -238,10 +247,10 @@ def _which(call: Call, place: int) -> str:
     return f"operand {place + 1} of" if len(call.tensors) > 1 else "the operand of"
 
 
-INDICES = _integers
+INDICES, ACTIVATED = _integers, _activated
 SETTINGS = (
     *(_altered, _corrected, INDICES, parts_exchanged, _left_out, _dims),
     *(bordered, dilated, turned_kernel, normed_otherwise, pooled_otherwise),
 )
-OPERANDS = (_exchanged, _terms, _turned, _others, _normed_alone, cut_elsewhere)
+OPERANDS = (_exchanged, _terms, _turned, _others, _normed_alone, _activated, cut_elsewhere)
 NEUTRAL = (_neutral,)

@@ -58,6 +58,7 @@ def integer_pairs(own: Kept, others: Kept) -> list[IntegerPair]:
     apart = [
         (distance(own.integers[spot], values), IntegerPair(spot, mine[spot], number, form))
         for spot, number in product(mine, theirs)
+        if own.flow.values[spot].made_by[0]  # else it is what was written into, and nothing puts it in
         for form, values in enumerate(_forms(own.integers[spot], others.integers[number]))
     ]
     alike, repeated = ([one for one in apart if _is_alike(one[1], own, others) is so] for so in (True, False))
@@ -91,7 +92,7 @@ def _leading(network: Kept) -> dict[int, int]:
         own = integers[number]
         copied = (i for i in values[number].inputs if i in made and torch.equal(integers[i], own))
         made[number] = made.get(next(copied, -1), number)
-        first = made[number] not in found.values() and values[number].made_by[0]
+        first = made[number] not in found.values() and (values[number].made_by[0] or values[number].inputs)
         if first and not values[made[number]].given and own.max() > own.min():
             found[number] = made[number]
     return dict(list(found.items())[:COMPARED])

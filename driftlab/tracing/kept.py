@@ -27,7 +27,7 @@ class Kept:
         full: whether there were too many to be kept.
         size: how many there are.
         tensors: by the number of the value, without axes of one.
-        integers: the same of values without floating numbers: indices, positions, masks.
+        integers: the same of indices, positions and masks, be these of floating numbers.
         turns: what is made again of these.
 
     Once it was compared:
@@ -55,14 +55,18 @@ class Kept:
         self.size += tensor.numel()
         self.full = self.full or self.size > LARGEST
         counts = not (tensor.is_floating_point() or tensor.is_complex())
-        known = counts or (value.made_by[0] and value.prints is not None)
+        known = counts or ((value.made_by[0] or value.inputs) and value.prints is not None)
         if self.full or not known or not tensor.numel():
             return
         values = plain(tensor).cpu()
         kept = self.rows.of(values) if self.rows else None
         numbers = (values if kept is None else kept).squeeze().clone()
-        (self.integers if counts else self.tensors)[number] = numbers
-        called_by[number] = callers()
+        if counts or _is_mask(value, numbers):
+            self.integers[number] = numbers
+        if not counts and value.made_by[0]:
+            self.tensors[number] = numbers
+        if number in self.integers or number in self.tensors:
+            called_by[number] = callers()
 
     def compare(self, other: Kept) -> None:
         """Which values the other network has, and where those begin that lead to the results without it."""
@@ -264,3 +268,7 @@ class Kept:
     @cached_property
     def _offered(self) -> set[int]:
         return set(self.offered)
+
+
+def _is_mask(value: Value, numbers: Tensor) -> bool:
+    return not value.fed and bool(((numbers == 0) | (numbers == 1)).all())

@@ -1,0 +1,104 @@
+"""Whose affair a changed call is: the module's that makes it, its caller's, or who owns the weight."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from driftlab.mistakes.handed import Handed
+from driftlab.mistakes.mutant import HANDED, Mutant
+from driftlab.mistakes.mutations import ACTIVATED, INDICES, Another, Given
+from driftlab.mistakes.torch_call import Call
+from driftlab.network.modules import is_torchs
+from driftlab.tracing.scopes import Scopes
+
+
+class Whose:
+    """
+    Args:
+        network: the reference.
+        scopes: who is at work, and who called it.
+    """
+
+    def __init__(self, network: nn.Module, scopes: Scopes):
+        self._network, self._scopes, self._handed = network, scopes, Handed()
+        self._lines_of: defaultdict[str, set[tuple]] = defaultdict(set)  # by the module
+        self._operands: dict[Mutant, int] = {}  # which one is another value
+
+    def see(
+        self, number: int, scope: str, line: tuple, call: Call, out: Any, earlier: Sequence[Tensor]
+    ) -> None:
+        self._lines_of[scope].add(line)
+        self._handed.see(number, call, out, self._scopes.entered, earlier)
+
+    def hands_on(self, scope: str) -> str:
+        """The module whose code hands on what is taken there."""
+        return scope.rpartition(".")[0] if is_torchs(self._network.get_submodule(scope)) else scope
+
+    def of_operand(self, mutant: Mutant, make: Callable[[], Any], scope: str) -> Mutant:
+        """The mutant of a call at work now, by who is to blame for what it is given.
+
+        Args:
+            make: makes its result.
+            scope: the module that makes the call.
+        """
+        if not isinstance(make, Given):
+            return mutant
+        if isinstance(make.own, nn.Parameter):
+            return replace(mutant, scope=scope, made_in=None)
+        if isinstance(make, Another):
+            by, has_both = self._handed.by(make, self._scopes.entered)
+            mutant = replace(mutant, scope=mutant.scope if by is None else by, has_both=has_both)
+            self._operands[mutant] = make.place
+        elif mutant.kind is ACTIVATED:
+            mutant = replace(mutant, scope=self._caller_that_gives(make.own) or mutant.scope)
+        return mutant
+
+    def _caller_that_gives(self, value: Tensor) -> str | None:
+        """To the module at work; None of what that has made."""
+        *_, caller, own = [None, None, *self._scopes.entered]
+        given = caller is not None and own is not None and any(value is t for t in own.given)
+        return caller.scope if given else None
+
+    def handed(self) -> Iterator[Mutant]:
+        """Modules that are handed another value."""
+        return self._handed.mutants()
+
+    def as_taken(self, mutant: Mutant) -> Mutant:
+        """The same; of one operand of several that take a value its module's, and not of who hands it on.
+
+        Nor of a loop's that hands both to each of its layers.
+        """
+        if mutant.kind == HANDED and mutant.has_both and self._is_in_a_list(mutant.at):
+            return replace(mutant, scope=mutant.at)
+        place, number = self._operands.get(mutant), min(mutant.calls, default=-1)
+        taker = None if place is None else self._handed.goes_on_with(number, place, mutant.scope)
+        return mutant if taker is None else replace(mutant, scope=taker)
+
+    def _is_in_a_list(self, scope: str) -> bool:
+        return isinstance(self._network.get_submodule(scope.rpartition(".")[0]), nn.ModuleList)
+
+    def all_of_a_layer(
+        self, mutants: Sequence[Mutant], lines: Mapping[tuple, Mapping[str, set[int]]]
+    ) -> Iterator[Mutant]:
+        """Of torch's, which is called from several lines: all of its calls."""
+        known = set()
+        for mutant in mutants:
+            key = mutant.scope, mutant.words, mutant.which
+            several = len(self._lines_of[mutant.scope]) > 1 and mutant.made_in is None
+            if several and key not in known and is_torchs(self._network.get_submodule(mutant.scope)):
+                known.add(key)
+                alike = (m for line, m in lines.items() if line[-1:] == mutant.line[-1:])
+                calls = frozenset[int]().union(*(modules.get(mutant.scope, ()) for modules in alike))
+                yield replace(mutant, calls=calls, line=())
+
+    def of_a_caller(self, mutant: Mutant) -> Mutant:
+        """The same; its caller's, if torch's layer is given an index, or is called from several lines."""
+        called_once = len(self._lines_of[mutant.scope]) < 2
+        if mutant.made_in is not None or (called_once and mutant.kind is not INDICES):
+            return mutant
+        return replace(mutant, scope=self.hands_on(mutant.scope), made_in=mutant.scope)
