@@ -172,3 +172,52 @@ def test_weights_that_nobody_moves_are_of_the_module_that_holds_them_all(left_ou
         assert found.verdict is Verdict.BIT_IDENTICAL
         return
     assert (found.verdict, found.where.module, found.where.pass_) == (Verdict.BUG, module, "buffer")
+
+
+class Once(nn.Module):
+    """A batch norm of what is repeated, before it is; its variance counts the copies as the other's does."""
+
+    def __init__(self, norm, copies):
+        super().__init__()
+        self.copies, self.weight, self.bias = copies, norm.weight, norm.bias
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, getattr(norm, name).clone())
+
+    def forward(self, x):
+        var, mean = torch.var_mean(x, (0, 2), correction=0)
+        if self.training:
+            count = self.copies * x[:, 0].numel()
+            with torch.no_grad():
+                self.running_mean.lerp_(mean, 0.1)
+                self.running_var.lerp_(var * count / (count - 1), 0.1)
+                self.num_batches_tracked += 1
+        else:
+            mean, var = self.running_mean, self.running_var
+        x = (x - mean[:, None]) / (var[:, None] + 1e-5).sqrt()
+        return x * self.weight[:, None] + self.bias[:, None]
+
+
+class Repeated(nn.Module):
+    def __init__(self, norm, head, copies=(7, 1)):
+        super().__init__()
+        self.norm, self.head, self.copies = norm, head, copies
+
+    def forward(self, x):
+        before, behind = self.copies
+        x = self.norm(x[:, :, None].expand(-1, -1, before))
+        return self.head(x.repeat(1, 1, behind).flatten(1))
+
+
+@pytest.mark.parametrize("copies", [7, 1])
+def test_statistics_of_what_is_repeated_later_are_judged_by_what_they_become(copies):
+    torch.manual_seed(0)
+    network = Repeated(nn.BatchNorm1d(5), nn.Linear(35, 2))
+    batches = [(torch.randn(6, 5), torch.randn(6, 2)) for _ in range(2)]
+    found = diagnose(
+        network,
+        lambda old: Repeated(Once(old.norm, copies), old.head, (1, 7)),
+        batches,
+        loss=lambda outputs, targets: F.mse_loss(outputs, targets) / 20,
+        steps=2,
+    )
+    assert found.verdict is (Verdict.ROUND_OFF if copies == 7 else Verdict.BUG), found.headline
