@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import inspect
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import partial
-from types import FunctionType
+from types import FunctionType, GeneratorType
 from typing import TypeVar
 
 import torch
@@ -31,7 +31,7 @@ def copied(module: nn.Module) -> nn.Module:
         DiagnoseError: the network cannot be copied, or what it gives for a copy is tied to itself.
     """
     with told(f"{type(module).__name__} cannot be copied"):
-        known = _script_copies(module) | backends(module)
+        known = _script_copies(module) | backends(module) | _begun_generators(module)
         try:
             twin = theirs(copy.deepcopy, module, dict(known))
         except RuntimeError:  # torch copies no tensor that was computed
@@ -46,6 +46,20 @@ def copied(module: nn.Module) -> nn.Module:
         for own, new in zip(module.parameters(), twin.parameters(), strict=True):
             carry_hooks(own, new)
     return twin
+
+
+def _begun_generators(module: nn.Module) -> dict[int, Iterator]:
+    """In place of what a call has gone through and left behind: one that says so if it is gone on with."""
+    kept = (value for part in module.modules() for value in vars(part).values())
+    return {id(value): _begun() for value in kept if isinstance(value, GeneratorType)}
+
+
+def _begun() -> Iterator:
+    raise RuntimeError(
+        "it goes on with a generator that an earlier call has begun, of which there is no copy: make it in "
+        "the call that uses it"
+    )
+    yield
 
 
 def _computed(module: nn.Module) -> dict[int, Tensor]:

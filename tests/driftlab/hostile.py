@@ -118,6 +118,19 @@ class KeepsParts(nn.Linear):
         return super().forward(x)
 
 
+class InTurn(nn.Linear):
+    """Takes its weights one after another, and leaves the last where it is."""
+
+    def __init__(self, *sizes, anew=True):
+        super().__init__(*sizes)
+        self.anew, self.turn = anew, (w for w in (self.weight, self.bias) * 1000)
+
+    def forward(self, x):
+        if self.anew:
+            self.turn = (w for w in (self.weight, self.bias))
+        return x @ next(self.turn).T + next(self.turn)
+
+
 class InEval(nn.Sequential):
     """A network that ``train`` leaves in eval mode."""
 
@@ -229,6 +242,7 @@ REFUSED = {
         (lambda: Around(lambda body, x: (body(x),)), "not tuple"),
         (lambda: network().requires_grad_(False), "everything is detached"),
         (lambda: network().to("meta"), "meta device"),
+        (lambda: InTurn(5, 3, anew=False), "of which there is no copy: make it in the call that uses it"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), "lazy module"),
         (lambda: with_weight(float("nan")), "0.weight holds NaN"),
         (zeroed, "no parameter that is not zero"),
@@ -324,6 +338,7 @@ JUDGED = {
     "the old spectral_norm": ({"reference": lambda: normed_by_hooks(nn.utils.spectral_norm)}, SAME),
     "pruned": ({"reference": pruned}, SAME),
     "a cache with its graph": ({"reference": cached}, SAME),
+    "a generator that a call left behind": ({"reference": lambda: InTurn(5, 3)}, SAME),
     "parts of an older weight": ({"reference": with_parts_of_an_older_weight}, SAME),
     "bfloat16": ({"reference": lambda: network().bfloat16()}, SAME),
     "a foreign network": ({"candidate": lambda: lambda model: FOREIGN}, ("bug",)),
