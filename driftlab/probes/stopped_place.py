@@ -37,7 +37,8 @@ def where_a_gradient_stops(
     """
     pair, pass_ = found.pair, "weight gradient" if stop.of_weight else "input gradient"
     at, largest = at_one_change(pair, stop.scope, pass_), _largest(wrong)
-    if len(stop.between) < 2 and at.candidate_module is not None:
+    owned = stop.of_weight and module and module == stop.scope
+    if owned or (len(stop.between) < 2 and at.candidate_module is not None):
         return at, largest
     place, difference = by_the_flow()
     known = (module, place.module) if stop.of_weight else (place.module, module)

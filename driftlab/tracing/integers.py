@@ -42,7 +42,11 @@ class IntegerPair:
     def changes(self, own: Kept, others: Kept) -> Iterator[dict[int, Tensor]]:
         """What is put in: once, or whenever the two make it."""
         again = product(own.turns.again(self.spot), others.turns.again(self.number))
-        both = {(tuple(mine), tuple(theirs)) for mine, theirs in again if len(mine) == len(theirs)}
+        both = {
+            (tuple(mine), tuple(theirs))
+            for mine, theirs in again
+            if len(mine) == len(theirs) and own.counts(mine) and others.counts(theirs)
+        }
         for mine, theirs in sorted(both, key=lambda pair: (len(pair[0]), pair)):
             forms = [_forms(own.integers[s], others.integers[n]) for s, n in zip(mine, theirs, strict=True)]
             if all(len(found) > self.form for found in forms):

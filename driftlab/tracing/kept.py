@@ -219,6 +219,10 @@ class Kept:
         several = len(self.flow.values[number].inputs) > 1
         return several and self._adds_up(number) and self.is_a_result(number)
 
+    def counts(self, numbers: Collection[int]) -> bool:
+        """Whether all of these are indices, positions or masks."""
+        return self.integers.keys() >= set(numbers)
+
     def joined_of(self, number: int) -> list[int]:
         """What a value is joined of, or what it is a copy of."""
         made = self.original[number]
