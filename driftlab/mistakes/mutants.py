@@ -170,9 +170,8 @@ class Mutants:
             if (made := normed_together(calls)) is not None:
                 words, change = "statistics of all calls together", partial(_instead, made)
                 in_one_call = len(set(self._callers[scope])) == 1
-                by = (
-                    self._whose.hands_on(scope) if in_one_call else scope
-                )  # who parts what it is given, or nobody
+                # who parts what it is given, or nobody
+                by = self._whose.hands_on(scope) if in_one_call else scope
                 yield Mutant(by, words, TOGETHER, frozenset(made), change, made_in=scope)
 
 

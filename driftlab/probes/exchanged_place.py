@@ -38,9 +38,8 @@ def _where(pair: Pair, place: Place, value: Exchanged, right: Callable[[str], bo
     callers = set(map(_caller, value.scopes)) if several else set()
     if place.module and place.module in value.scopes | callers and not _joined_to(pair, place, value.scope):
         return replace(place, module=_inside(pair, place.module, value.scopes))
-    in_the_network = several and place.module == "" and "" in value.scopes and _torchs(pair, value.scope)
-    if in_the_network:  # which does something before torch's layer
-        return place
+    if several and place.module == "" and "" in value.scopes and _torchs(pair, value.scope):
+        return place  # the network's own code does something before torch's layer
     if value.scopes == {value.scope} and right(value.scope) and lies_in(value.scope, place.module):
         return place
     return replace(place, module=called(pair.reference, value.scope), candidate_module=value.candidate_scope)

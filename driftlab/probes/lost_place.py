@@ -38,10 +38,11 @@ def where_evaluation_loses(found: Examination, place: Place, difference: Differe
     module = common(parts.modules)
     if module not in parts.modules:
         return place
-    layer = pair.reference.get_submodule(module)
+    layer, agreed = pair.reference.get_submodule(module), place.module == module
     if not is_torchs(layer):
-        return replace(place, module=module, told_by=ToldBy.FLOW)
-    given_other_rows = type(layer) is nn.Linear and parts.in_part and place.module == module
+        other = pair.counterparts.get(module, place.candidate_module)
+        return place if agreed else replace(place, module=module, candidate_module=other, told_by=ToldBy.FLOW)
+    given_other_rows = agreed and type(layer) is nn.Linear and parts.in_part
     return replace(place, module=with_code(pair, module)) if given_other_rows else place
 
 
