@@ -18,5 +18,7 @@ leaves out had learnt to be left out.
 
 Each of these sets took networks of kinds that none before it had. ``fifteenth_*`` to ``twenty_eighth_*`` are
 of the kinds that people port most, which earlier sets had as well: other code, other faults, other writers.
-``twenty_ninth_*`` to ``thirty_fifth_*`` are of both, ternary weights, an ODE and a CRF among them.
+``twenty_ninth_*`` to ``thirty_fifth_*`` are of both, ternary weights, an ODE and a CRF among them;
+``thirty_sixth_*`` to ``forty_second_*`` of kinds that were hardly there: noise in linear layers, reversible
+streams, a spline flow, deformable kernels, long convolutions, a memory that is read and written.
 """

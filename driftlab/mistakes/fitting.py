@@ -9,7 +9,7 @@ the changed call stands is where the mistake is, in whatever form the candidate 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 from itertools import chain, product
 from typing import Any
@@ -44,8 +44,6 @@ UNSIGNED_RUNS, UNSIGNED_CALLS = 800, 60_000
 MANY = 8
 
 Results = dict[str, Tensor]
-# The calls that stand on a line of code, by the module.
-Lines = Mapping[tuple, Mapping[str, set[int]]]
 
 
 def fitting(
@@ -77,7 +75,7 @@ def fitting(
     made_up: list[Mutant] = []
     for nearby, (some, budget) in product((True, False), sides):
         trials.runs = left[budget]
-        fit = trials.fitting([m for m in some if mutants.is_near(m) is nearby], mutants.lines)
+        fit = trials.fitting([m for m in some if mutants.is_near(m) is nearby], mutants)
         left[budget] = trials.runs
         if any(map(_is_told, fit)):
             return fit
@@ -122,14 +120,14 @@ class _Trials:
         found.finish(self._running, left)
         return found
 
-    def fitting(self, mutants: Sequence[Mutant], lines: Lines) -> list[Mutant]:
+    def fitting(self, mutants: Sequence[Mutant], among: Mutants) -> list[Mutant]:
         """Those that fit; of the first kind that has any.
 
         Of several numbers those that people write down, if any is one: where the results are off by one
         number, each of the reference's may make up for it. Others only where nothing else fits.
         """
         found: list[Mutant] = []
-        for one in chain(*_each_line_first(mutants, lines)):
+        for one in chain(*_each_line_first(mutants, among)):
             told = next(filter(_is_told, found), None)
             if self.runs <= 0 or (told and one.kind is not told.kind):
                 break
@@ -195,18 +193,19 @@ class _Trials:
             return results_of(twin, *self._about, self._draws)
 
 
-def _each_line_first(mutants: Sequence[Mutant], lines: Lines) -> tuple[Collection[Mutant], list[Mutant]]:
+def _each_line_first(mutants: Sequence[Mutant], among: Mutants) -> tuple[Collection[Mutant], list[Mutant]]:
     """With all calls that a module makes on a line, in a loop, and all modules there; then one call alone."""
     together: dict[Hashable, Mutant] = {}
     alone: list[Mutant] = []
     for mutant in mutants:
-        by_module = lines.get(mutant.line, {})
+        by_module = among.lines.get(mutant.line, {})
         own = by_module.get(mutant.at, set()) | mutant.calls
         everywhere = own.union(*by_module.values())
         groups = [own, everywhere] if own < everywhere and min(everywhere) in own else [own]
         for calls in groups:
             many = calls > mutant.calls and (mutant.line, mutant.words, mutant.which, frozenset(calls))
-            together.setdefault(many or id(mutant), replace(mutant, calls=frozenset(calls)))
+            same = among.of_all(mutant, calls) if calls > own else replace(mutant, calls=frozenset(calls))
+            together.setdefault(many or id(mutant), same)
         if own > mutant.calls:
             alone.append(mutant)
     return together.values(), alone

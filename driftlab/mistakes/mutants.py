@@ -7,7 +7,7 @@ worth trying, given what the other network comes by.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, zip_longest
@@ -149,6 +149,10 @@ class Mutants:
         self.found.sort(key=lambda m: -1 if m.kind is NUMBER else SETTINGS.index(m.kind))
         self.unsigned = _in_turns([m for m in self.unsigned if self._concerns(m)])
         self.unsigned.sort(key=lambda m: m.kind is not FREQUENCY)  # there are few
+
+    def of_all(self, mutant: Mutant, calls: Collection[int]) -> Mutant:
+        """The same of calls of several modules."""
+        return self._whose.of_all(mutant, calls)
 
     def is_near(self, mutant: Mutant) -> bool:
         """To the module that is thought of, or to who makes the value; frequencies are everybody's."""

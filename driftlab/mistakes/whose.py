@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from driftlab.mistakes.call_modes import floating, parts
 from driftlab.mistakes.handed import Handed
 from driftlab.mistakes.mutant import HANDED, Mutant
 from driftlab.mistakes.mutations import ACTIVATED, INDICES, Another, Given
@@ -28,11 +29,15 @@ class Whose:
         self._network, self._scopes, self._handed = network, scopes, Handed()
         self._lines_of: defaultdict[str, set[tuple]] = defaultdict(set)  # by the module
         self._operands: dict[Mutant, int] = {}  # which one is another value
+        self._taken: dict[int, set[int]] = {}  # by the number of a call, the ids of what it takes
+        self._made_by: dict[int, str] = {}  # by the id of a value, the module
 
     def see(
         self, number: int, scope: str, line: tuple, call: Call, out: Any, earlier: Sequence[Tensor]
     ) -> None:
         self._lines_of[scope].add(line)
+        self._taken[number] = set(map(id, call.tensors))
+        self._made_by |= dict.fromkeys(map(id, floating(parts(out))), scope)
         self._handed.see(number, call, out, self._scopes.entered, earlier)
 
     def hands_on(self, scope: str) -> str:
@@ -63,6 +68,13 @@ class Whose:
         *_, caller, own = [None, None, *self._scopes.entered]
         given = caller is not None and own is not None and any(value is t for t in own.given)
         return caller.scope if given else None
+
+    def of_all(self, mutant: Mutant, calls: Collection[int]) -> Mutant:
+        """The same of calls of several modules: who made what they all take, if that is one value."""
+        taken = set.intersection(*map(self._taken.__getitem__, calls))
+        makers = {self._made_by[one] for one in taken if one in self._made_by}
+        one = replace(mutant, calls=frozenset(calls))
+        return replace(one, scope=makers.pop(), made_in=mutant.at) if len(makers) == 1 else one
 
     def handed(self) -> Iterator[Mutant]:
         """Modules that are handed another value."""
