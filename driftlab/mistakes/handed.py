@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -85,16 +85,14 @@ class Handed:
         own = another.own
         if id(own) not in self._made:
             return None, None
-        forms = set(map(id, self._forms(own)))
-        handed = [at for at, one in enumerate(entered) if forms.isdisjoint(map(id, one.given))]
+        handed = [at for at, one in enumerate(entered) if not self._is_given(one, own)]
         if len(handed) in (0, len(entered)):  # no module's, or its own
             return None, None
-        inside = entered[handed[-1] + 1 :]
-        has_both = next((one.scope for one in inside if self._has(one, another.value)), None)
+        have_both = [one for one in entered[handed[-1] + 1 :] if self._has(one, another.value)]
+        has_both = have_both[0].scope if have_both else None
         if has_both is None or sum(id(t) in self._made for t in another.call.tensors) == 1:
             return entered[handed[-1]].scope, has_both
-        have_both = (one for one in reversed(inside) if self._has(one, another.value))
-        made_one = (one.scope for one in have_both if not self._is_given(one, another.value))
+        made_one = (one.scope for one in reversed(have_both) if not self._is_given(one, another.value))
         return next(made_one, None), has_both
 
     def goes_on_with(self, number: int, place: int, by: str) -> str | None:
@@ -136,8 +134,8 @@ class Handed:
                 words = f"what `{value.scope}` is given is another value"
                 calls = frozenset(value.places)
                 has_both = value.scope if other in self._at_hand[value.scope] else None
-                at = {"made_in": value.scope, "has_both": has_both}
-                yield Mutant(value.caller, words, HANDED, calls, change, **at)
+                given = Mutant(value.caller, words, HANDED, calls, change, made_in=value.scope)
+                yield replace(given, has_both=has_both)
 
 
 def _given(

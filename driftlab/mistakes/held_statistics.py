@@ -10,7 +10,7 @@ from driftlab.mistakes.torch_call import Call
 
 
 class HeldStatistics(InModules):
-    """The statistics of norms are taken for constants there; or what is divided by alone."""
+    """The statistics of norms are taken for constants there."""
 
     mean_too = True
 
@@ -29,4 +29,6 @@ class HeldStatistics(InModules):
 
 
 class HeldDeviation(HeldStatistics):
+    """What norms divide by is, and the mean is not."""
+
     mean_too = False

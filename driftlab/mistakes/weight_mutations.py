@@ -59,7 +59,8 @@ def _frequencies(values: Tensor) -> Iterator[tuple[str, Tensor]]:
         return
     n, first = len(values), values[0]
     bases = (math.log(base) / (-n * math.log(falls)) for base in BASES)
-    for power in (*bases, 0.5, 2.0, n / (n - 1), (n - 1) / n):
+    powers = {round(power, 5): power for power in (*bases, 0.5, 2.0, n / (n - 1), (n - 1) / n)}
+    for power in (p for near, p in powers.items() if near != 1):  # none twice, nor its own
         yield f"to the power of {power:.4g}", first * (values / first) ** power
     for factor in (falls, 1 / falls, *FACTORS):
         yield f"times {factor:.4g}", values * factor

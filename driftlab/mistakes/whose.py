@@ -36,7 +36,7 @@ class Whose:
         self, number: int, scope: str, line: tuple, call: Call, out: Any, earlier: Sequence[Tensor]
     ) -> None:
         self._lines_of[scope].add(line)
-        self._taken[number] = set(map(id, call.tensors))
+        self._taken[number] = set(map(id, floating(call.tensors)))  # alive in ``earlier``
         self._made_by |= dict.fromkeys(map(id, floating(parts(out))), scope)
         self._handed.see(number, call, out, self._scopes.entered, earlier)
 

@@ -151,10 +151,10 @@ class Cone:
             moved: whether its borders may lie elsewhere in the other network. Where no module is known to be
                 right nothing says so but how values downstream agree, which a norm brings about as well.
         """
-        scope = common([self._values[n].scope for n in (self._moved(number) if moved else {number})])
         constants = [i for i in self._values[number].inputs if not self._values[i].weight]
         if constants and all(map(self._there.lacks_constant, constants)):  # the layer is given others
             return common([self._values[i].scope for i in constants])
+        scope = common([self._values[n].scope for n in (self._moved(number) if moved else {number})])
         if (turned := self._there.in_another_order(number)) is not None:
             return common([scope, self._values[turned].scope])
         own = bool(scope) and scope == self._values[number].scope

@@ -7,10 +7,10 @@ another way and rightly (a norm folded into a layer) leads to a value that both 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from driftlab.tracing.flow import Value, reached
+from driftlab.tracing.flow import reached
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.prints import Prints, Seen
 from driftlab.tracing.running import Again
@@ -47,7 +47,7 @@ def lost(mine: Passes, theirs: Passes) -> Lost:
     ):
         on_the_way = reached((n for n in results if not has(n)), lacked)
         found |= {n for n in on_the_way & before.keys() if had(before[n]) and not values[n].weight}
-    first = found - _made_of(found, values)
+    first = found - reached((u for n in found for u in evaluated.uses[n]), evaluated.uses.__getitem__)
     first = evaluated.fed(first) or first  # of fewer rows there are fewer positions
     there = others["eval"]
     made = _again(trained, there)
@@ -71,13 +71,4 @@ def _again(trained: Kept, evaluated: Kept) -> dict[int, int]:
     for by_line in (False, True):
         made = {told: number for number, told in evaluated.turns.told(by_line).items()}
         found |= {n: made[told] for n, told in trained.turns.told(by_line).items() if told in made}
-    return found
-
-
-def _made_of(numbers: set[int], values: Sequence[Value]) -> set[int]:
-    """All that is made of these."""
-    found: set[int] = set()
-    for number, value in enumerate(values):
-        if any(i in numbers or i in found for i in value.inputs):
-            found.add(number)
     return found

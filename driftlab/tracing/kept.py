@@ -55,7 +55,8 @@ class Kept:
         self.size += tensor.numel()
         self.full = self.full or self.size > LARGEST
         counts = not (tensor.is_floating_point() or tensor.is_complex())
-        known = counts or ((value.made_by[0] or value.inputs) and value.prints is not None)
+        made = value.made_by[0] or (value.inputs and not value.fed)  # a mask is written into as well
+        known = counts or (made and value.prints is not None)
         if self.full or not known or not tensor.numel():
             return
         values = plain(tensor).cpu()
