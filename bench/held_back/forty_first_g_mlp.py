@@ -193,6 +193,6 @@ wrong(
     StackedGMLP,
     g_mlp_second_text_layer_approximates_its_gelu=("another gelu", "text.layers.1.fn.fn.proj_in.1"),
     g_mlp_second_vision_unit_squashes_the_product=("another order", "vision.layers.1.fn.fn.sgu"),
-    g_mlp_third_attention_takes_its_shares_for_constants=("detach", "text.layers.2.fn.fn.attn", SLOPES[1]),
+    g_mlp_third_attention_takes_its_shares_for_constants=("detach", "text.layers.2.fn.fn.attn", SLOPES),
     g_mlp_topic_pools_the_padding_too_in_evaluation=("padding in a mean", "text", "eval"),
 )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from driftlab.blame import callers
 from driftlab.mistakes.torch_call import Call
 from driftlab.tracing.scopes import Scopes
 
@@ -16,6 +17,7 @@ from driftlab.tracing.scopes import Scopes
 Change = Callable[[int, Call, Sequence[Tensor]], Any]
 Key = tuple[int, int]  # the number of a call, the place of a tensor among its arguments
 RESULT = -1  # in place of an argument's
+Place = tuple[str, tuple]  # a module, and the code in which it makes a call
 _TELLS_NOTHING = ("get", "set", "size", "dim", "numel", "is_floating_point", "stride", "item", "detach")
 # They are given tensors as places in a graph, where an alias has none.
 _DIFFERENTIATES = ("grad", "backward")
@@ -99,31 +101,32 @@ class Operands(TorchFunctionMode):
         return tensor
 
 
-class InModules(TorchFunctionMode):
-    """Some calls are made otherwise in the modules ``changed``.
+class InPlaces(TorchFunctionMode):
+    """Some calls are made otherwise in the places ``changed``.
 
     Attributes:
-        scopes: the modules in which there are such calls, in their order.
+        places: where there are such calls, in their order, and whether what they take are weights themselves.
     """
 
-    def __init__(self, now: Scopes, changed: frozenset[str] = frozenset()):
+    def __init__(self, now: Scopes, changed: frozenset[Place] = frozenset()):
         super().__init__()
         self._now, self._changed = now, changed
-        self.scopes: dict[str, None] = {}
+        self.places: dict[Place, bool] = {}
 
-    def changes(self) -> bool:
-        """Of one of these calls, which is noted: whether it is in a module that is changed."""
-        self.scopes[self._now.now] = None
-        return self._now.now in self._changed
+    def changes(self, of_weight: bool = False) -> bool:
+        """Of one of these calls, which is noted: whether it is in a place that is changed."""
+        place = self._now.now, callers()[:1]
+        self.places[place] = self.places.get(place, True) and of_weight
+        return place in self._changed
 
 
-class Undetached(InModules):
+class Undetached(InPlaces):
     """Nothing is detached there."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if not _detaches(func, args):
             return func(*args, **(kwargs or {}))
-        if not self.changes():
+        if not self.changes(isinstance(args[0], nn.Parameter)):
             return func(*args, **(kwargs or {}))
         return args[0] if isinstance(args[0], Tensor) else None
 

@@ -76,6 +76,10 @@ class Handed:
     def _has_at_hand(self, scope: str, tensors: Sequence[Tensor]) -> None:
         self._at_hand[scope].update(self._made[id(t)] for t in tensors if id(t) in self._made)
 
+    def is_at_hand(self, scope: str, value: Tensor) -> bool:
+        """Whether a module takes it itself, or hands it on; asked when all calls were seen."""
+        return self._made.get(id(value)) in self._at_hand[scope]
+
     def by(self, another: Another, entered: Sequence[Entered]) -> tuple[str | None, str | None]:
         """The module that hands on the value that another stands for, and one further in that has both.
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from driftlab.mistakes.call_modes import InModules
+from driftlab.mistakes.call_modes import InPlaces
 from driftlab.mistakes.norms import NORMS, Parts, has_own_statistics, written_out
 from driftlab.mistakes.torch_call import Call
 
 
-class HeldStatistics(InModules):
+class HeldStatistics(InPlaces):
     """The statistics of norms are taken for constants there."""
 
     mean_too = True

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from driftlab.mistakes.alterations import FORMS, form
-from driftlab.mistakes.call_modes import InModules
+from driftlab.mistakes.call_modes import InPlaces, Place
 from driftlab.mistakes.torch_call import Call
 from driftlab.tracing.scopes import Scopes
 
@@ -21,10 +21,10 @@ _TINY = 1e-30
 _Slope = Callable[[Call], Tensor | None]
 
 
-class OtherSlopes(InModules):
+class OtherSlopes(InPlaces):
     """Activations have another slope on the way back there."""
 
-    def __init__(self, slope: _Slope, now: Scopes, changed: frozenset[str] = frozenset()):
+    def __init__(self, slope: _Slope, now: Scopes, changed: frozenset[Place] = frozenset()):
         super().__init__(now, changed)
         self._slope = slope
 

@@ -12,7 +12,7 @@ back by running it so.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from driftlab.arithmetic.passes import Recorded
 from driftlab.mistakes.accused import LEFT
-from driftlab.mistakes.call_modes import InModules, Key, Undetached
+from driftlab.mistakes.call_modes import InPlaces, Key, Place, Undetached
 from driftlab.mistakes.held_statistics import HeldDeviation, HeldStatistics
 from driftlab.mistakes.other_slopes import OtherSlopes, slopes
 from driftlab.mistakes.ways_back import Gradients, Operand, Told, WaysBack
@@ -30,8 +30,8 @@ from driftlab.network.modules import common, lies_in
 
 # How near a number must be to what is lacked (the central difference is exact to 1e-6).
 NEAR = 1e-4
-# Modules, and calls in loops, that are run one by one at most.
-MODULES = 64
+# Lines of modules, and calls in loops, that are run one by one at most.
+RUNS = 64
 # Operands of a module of which two may be stopped together, at most.
 TOGETHER = 2000
 
@@ -66,15 +66,15 @@ def stopped(
     """
     ways = WaysBack(network, whole, arithmetic, seed)
     words = "a gradient that goes on where the reference detaches would do that"
-    if through := _in_modules(ways, Undetached, lacks, words):
+    if through := _in_places(ways, Undetached, lacks, words):
         return through
     operands = ways.sent()
     told = ways.told(operands, lacks) if operands else []
     fixed = "held fixed on the way back, would do that"
     return (
         _of_operands(ways, operands, told)
-        or _in_modules(ways, HeldStatistics, lacks, f"a norm's statistics, {fixed}")
-        or _in_modules(ways, HeldDeviation, lacks, f"what a norm divides by, {fixed}")
+        or _in_places(ways, HeldStatistics, lacks, f"a norm's statistics, {fixed}")
+        or _in_places(ways, HeldDeviation, lacks, f"what a norm divides by, {fixed}")
         or _at_each_turn(ways, operands, told, lacks)
         or _of_another_slope(ways, lacks)
     )
@@ -82,7 +82,7 @@ def stopped(
 
 def _of_another_slope(ways: WaysBack, lacks: Mapping[str, Tensor]) -> Stop | None:
     found = (
-        _in_modules(ways, partial(OtherSlopes, slope), lacks, f"{words} on the way back would do that")
+        _in_places(ways, partial(OtherSlopes, slope), lacks, f"{words} on the way back would do that")
         for words, slope in slopes()
     )
     return next(filter(None, found), None)
@@ -130,21 +130,28 @@ def _stop(ways: WaysBack, own: Sequence[Operand], words: str, again: _Again) -> 
     return Stop(common(scopes), frozenset(between), any(o.is_weight for o in own), words, taker)
 
 
-def _in_modules(
+def _in_places(
     ways: WaysBack,
-    mode: Callable[..., InModules],
+    mode: Callable[..., InPlaces],
     lacks: Mapping[str, Tensor],
     words: str,
 ) -> Stop | None:
-    """In one module, or in all that have it."""
+    """In one line of a module, in one module, or in all that have it."""
     seen = mode(ways.scopes)
     before = ways.run(seen)
-    one_by_one = [frozenset({scope}) for scope in seen.scopes][:MODULES]
-    for scopes in (*one_by_one, frozenset(seen.scopes)) if seen.scopes else ():
+    for places in _together(seen.places):
         with suppress(RuntimeError):  # it does not run so: what it writes into it goes back through now
-            if _explain(before, ways.run(mode(ways.scopes, scopes)), lacks):
-                return Stop(common(scopes), scopes, False, words)
+            if _explain(before, ways.run(mode(ways.scopes, places)), lacks):
+                scopes = frozenset(scope for scope, _ in places)
+                return Stop(common(scopes), scopes, all(map(seen.places.get, places)), words)
     return None
+
+
+def _together(places: Collection[Place]) -> list[frozenset[Place]]:
+    modules = dict.fromkeys(scope for scope, _ in places)
+    of_modules = [frozenset(p for p in places if p[0] == module) for module in modules]
+    one_by_one = dict.fromkeys([*(frozenset({p}) for p in places), *of_modules])
+    return [*one_by_one][:RUNS] + [frozenset(places)] * bool(places)
 
 
 def _at_each_turn(
@@ -178,7 +185,7 @@ def _at_each_turn(
         if _agree(sent := shares(keys)):  # none of these ways leads through another
             return stop(keys, 1 / sent[0])
     before = ways.detached(())
-    for keys in sorted(turns, key=lambda keys: max(abs(share - 1) for share in shares(keys)))[:MODULES]:
+    for keys in sorted(turns, key=lambda keys: max(abs(share - 1) for share in shares(keys)))[:RUNS]:
         if _explain(before, ways.detached(keys), lacks):
             return stop(keys, 1.0)
     return None

@@ -14,7 +14,7 @@ from driftlab.mistakes.handed import Handed
 from driftlab.mistakes.mutant import HANDED, Mutant
 from driftlab.mistakes.mutations import ACTIVATED, INDICES, Another, Given
 from driftlab.mistakes.torch_call import Call
-from driftlab.network.modules import is_torchs
+from driftlab.network.modules import common, is_torchs, lies_in
 from driftlab.tracing.scopes import Scopes
 
 
@@ -28,7 +28,7 @@ class Whose:
     def __init__(self, network: nn.Module, scopes: Scopes):
         self._network, self._scopes, self._handed = network, scopes, Handed()
         self._lines_of: defaultdict[str, set[tuple]] = defaultdict(set)  # by the module
-        self._operands: dict[Mutant, int] = {}  # which one is another value
+        self._another: dict[Mutant, Another] = {}  # of an operand
         self._taken: dict[int, set[int]] = {}  # by the number of a call, the ids of what it takes
         self._made_by: dict[int, str] = {}  # by the id of a value, the module
 
@@ -58,7 +58,7 @@ class Whose:
         if isinstance(make, Another):
             by, has_both = self._handed.by(make, self._scopes.entered)
             mutant = replace(mutant, scope=mutant.scope if by is None else by, has_both=has_both)
-            self._operands[mutant] = make.place
+            self._another[mutant] = make
         elif mutant.kind is ACTIVATED:
             mutant = replace(mutant, scope=self._caller_that_gives(make.own) or mutant.scope)
         return mutant
@@ -83,13 +83,22 @@ class Whose:
     def as_taken(self, mutant: Mutant) -> Mutant:
         """The same; of one operand of several that take a value its module's, and not of who hands it on.
 
-        Nor of a loop's that hands both to each of its layers.
+        Nor of a loop's that hands both to each of its layers, nor of one that gets but the one to hand on.
         """
         if mutant.kind == HANDED and mutant.has_both and self._is_in_a_list(mutant.at):
             return replace(mutant, scope=mutant.at)
-        place, number = self._operands.get(mutant), min(mutant.calls, default=-1)
-        taker = None if place is None else self._handed.goes_on_with(number, place, mutant.scope)
-        return mutant if taker is None else replace(mutant, scope=taker)
+        if (make := self._another.get(mutant)) is None:
+            return mutant
+        taker = self._handed.goes_on_with(min(mutant.calls), make.place, mutant.scope)
+        whose = self._made_both(mutant.scope, make) if taker is None else taker
+        return mutant if whose is None else replace(mutant, scope=whose)
+
+    def _made_both(self, by: str, another: Another) -> str | None:
+        """The module further in that gave the one value to who hands it on, and kept the other."""
+        if self._handed.is_at_hand(by, another.value):
+            return None
+        within = common(self._made_by.get(id(value), "") for value in (another.own, another.value))
+        return within if lies_in(within, by) and within != by else None
 
     def _is_in_a_list(self, scope: str) -> bool:
         return isinstance(self._network.get_submodule(scope.rpartition(".")[0]), nn.ModuleList)
