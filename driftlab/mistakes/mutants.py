@@ -20,7 +20,7 @@ from driftlab.mistakes.call_modes import parts
 from driftlab.mistakes.choices import Choices
 from driftlab.mistakes.frontier import Frontier, comes_by, same_numbers
 from driftlab.mistakes.in_turn import in_turn
-from driftlab.mistakes.mutant import FREQUENCY, NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
+from driftlab.mistakes.mutant import FREQUENCY, MODE, NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
 from driftlab.mistakes.mutated import Mutated, with_another_number
 from driftlab.mistakes.mutations import (
     JOINED,
@@ -32,7 +32,12 @@ from driftlab.mistakes.mutations import (
 from driftlab.mistakes.orders import ORDERS
 from driftlab.mistakes.swapped import Swapped
 from driftlab.mistakes.torch_call import Call
-from driftlab.mistakes.weight_mutations import other_frequencies, turned_weights, weight_mutations
+from driftlab.mistakes.weight_mutations import (
+    other_frequencies,
+    other_modes,
+    turned_weights,
+    weight_mutations,
+)
 from driftlab.mistakes.whose import Whose
 from driftlab.tracing.prints import Seen
 from driftlab.tracing.scopes import Entered, Scopes
@@ -137,6 +142,7 @@ class Mutants:
         for kind, changes in (
             (WEIGHTS, chain(weight_mutations(twin, left), turned)),
             (FREQUENCY, other_frequencies(twin)),
+            (MODE, other_modes(twin)),
         ):
             self.unsigned += (Mutant(owner, words, kind, weights=change) for owner, words, change in changes)
         self.signs, self.unsigned = (
@@ -148,7 +154,7 @@ class Mutants:
             mutants.sort(key=lambda m: (self._away(m), self._is_further_on(m)))
         self.found.sort(key=lambda m: -1 if m.kind is NUMBER else SETTINGS.index(m.kind))
         self.unsigned = _in_turns([m for m in self.unsigned if self._concerns(m)])
-        self.unsigned.sort(key=lambda m: m.kind is not FREQUENCY)  # there are few
+        self.unsigned.sort(key=lambda m: m.kind not in (FREQUENCY, MODE))  # there are few
 
     def of_all(self, mutant: Mutant, calls: Collection[int]) -> Mutant:
         """The same of calls of several modules."""

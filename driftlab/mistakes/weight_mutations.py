@@ -1,4 +1,7 @@
-"""Mistakes in how weights and buffers are used: one that is not, two in each other's place, one too late."""
+"""Mistakes in how weights and buffers are used: one that is not, two in each other's place, one too late.
+
+And modules that train where they ought to evaluate, or the other way round.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from functools import partial
 from itertools import combinations
+from types import CodeType, FunctionType
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +92,28 @@ def _turned(values: Tensor) -> Iterator[tuple[str, Tensor]]:
         for words, shape in (("halves", (-1, 2, size // 2)), ("neighbours", (-1, size // 2, 2))):
             other = values.unflatten(0, shape).transpose(1, 2).flatten()
             yield f"the {words} of every {size} where the others are", other
+
+
+def other_modes(network: nn.Module) -> Iterator[tuple[str, str, Callable[[nn.Module], None]]]:
+    """The same of modules that do something else in eval mode: one alone in the other mode."""
+    for name, module in network.named_modules():
+        if any("training" in code.co_names for code in _codes(type(module))):
+            yield name, f"`{name}` in the other mode", partial(_in_the_other_mode, name)
+
+
+def _codes(type_: type) -> Iterator[CodeType]:
+    """Of the methods that it does not have of ``nn.Module``."""
+    for own in type_.__mro__[: type_.__mro__.index(nn.Module)]:
+        yield from (f.__code__ for f in vars(own).values() if isinstance(f, FunctionType))
+
+
+def _in_the_other_mode(name: str, network: nn.Module) -> None:
+    def turn(module: nn.Module, *_: object) -> None:
+        module.training = not module.training
+
+    module = network.get_submodule(name)
+    module.register_forward_pre_hook(turn)
+    module.register_forward_hook(turn)
 
 
 def _pairs(alike: Mapping[Hashable, list[list[str]]]) -> Iterator[tuple[list[str], list[str]]]:

@@ -107,3 +107,53 @@ def test_the_place_makes_what_evaluation_alone_lacks(fault, module):
 
 def test_the_same_function_in_other_code_is_no_fault():
     assert judged("").verdict in (Verdict.ROUND_OFF, Verdict.BIT_IDENTICAL)
+
+
+class Noisy(nn.Module):
+    """Linear, with noise on its weights in training (Fortunato et al., 2018), held as it was drawn."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.mean, self.spread = (nn.Parameter(torch.randn(width, WIDTH) * s) for s in (0.4, 0.1))
+        self.register_buffer("noise", torch.randn(width, WIDTH))
+
+    def forward(self, x):
+        return F.linear(x, self.mean + self.spread * self.noise if self.training else self.mean)
+
+
+class Dueling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.worth, self.gain = Noisy(WIDTH), Noisy(1), Noisy(5)
+
+    def forward(self, x):
+        x = self.enter(x).relu()
+        gain = self.gain(x)
+        return self.worth(x) + gain - gain.mean(1, keepdim=True)
+
+
+class FlatDueling(FlatPort):
+    def __init__(self, old, fault):
+        super().__init__(old, fault)
+        for name, buffer in old.named_buffers():
+            self.register_buffer(name.replace(".", "_"), buffer.clone())
+
+    def noisy(self, name, x):
+        y = x @ getattr(self, name + "_mean").T
+        if not self.training and self.fault != name:
+            return y
+        return y + x @ (getattr(self, name + "_spread") * getattr(self, name + "_noise")).T
+
+    def forward(self, x):
+        x = self.noisy("enter", x).clamp(min=0)
+        gain = self.noisy("gain", x)
+        return self.noisy("worth", x) + (gain - gain.mean(1, keepdim=True))
+
+
+@pytest.mark.parametrize("fault", ["worth", "gain", "enter"])
+def test_a_module_that_trains_in_evaluation(fault):
+    torch.manual_seed(1)
+    batches = [(torch.randn(4, WIDTH), torch.randn(4, 5)) for _ in range(2)]
+    found = diagnose(Dueling(), lambda old: FlatDueling(old, fault), batches, loss=F.mse_loss, steps=2)
+    assert (found.verdict, found.where.pass_, found.where.module) == (Verdict.BUG, "eval", fault)
