@@ -131,9 +131,20 @@ class Undetached(InPlaces):
         return args[0] if isinstance(args[0], Tensor) else None
 
 
+class WithoutGraph(InPlaces):
+    """Gradients that are asked for there on the way are constants."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        graph = func is torch.autograd.grad and any(t.requires_grad for t in parts(out))
+        return tuple(t if t is None else t.detach() for t in out) if graph and self.changes() else out
+
+
 def _detaches(func: Callable, args: tuple) -> bool:
     if func in (torch._C._set_grad_enabled, torch.set_grad_enabled):
         return args[0] is False and torch.is_grad_enabled()
+    if func in (Tensor.requires_grad_, Tensor.requires_grad.__set__):
+        return args[0].requires_grad and args[1:] == (False,)
     return func in _DETACHES and args[0].requires_grad
 
 

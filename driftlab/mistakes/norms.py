@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -104,7 +105,7 @@ NORMS: dict[str, Callable[[dict[str, Any]], Parts]] = {
 
 
 def normed_otherwise(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """Of a norm by its own statistics: with or without the mean, by a variance over n - 1, other groups.
+    """Of a norm by its own statistics: with or without the mean, by a variance over n - 1, other groups or axes.
 
     What is joined of several before a norm is normed in its parts.
     """
@@ -116,15 +117,36 @@ def normed_otherwise(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation
         for parts in (n for n in PARTS if last % n == 0 and not others):
             words = f"each of {parts} parts by itself in `{call.name}`"
             yield words, lambda parts=parts: written_out(call, parts=partial(_in_parts, parts))
+    x = given["input"]
+    for axes in _other_axes(call.name, given):
+        words = f"statistics over the axes {axes} in `{call.name}`"
+        yield words, lambda axes=axes: written_out(call, parts=partial(_over, x, axes))
     if call.name == "rms_norm":
         yield "the mean taken away in `rms_norm`", lambda: written_out(call, parts=_centred)
         return
     if call.name == "group_norm":
-        channels, own = given["input"].shape[1], given["num_groups"]
+        channels, own = x.shape[1], given["num_groups"]
         for groups in (n for n in range(1, channels + 1) if channels % n == 0 and n != own):
             yield f"{groups} groups in `group_norm`", partial(call.again, num_groups=groups)
     yield f"no mean taken away in `{call.name}`", lambda: written_out(call, parts=_uncentred)
     yield f"a variance over n - 1, not n, in `{call.name}`", lambda: written_out(call, parts=_corrected)
+
+
+def _other_axes(name: str, given: dict[str, Any]) -> Iterator[tuple[int, ...]]:
+    """Those of the other norms, of one position alone, and the last; groups are taken for one."""
+    x = given["input"]
+    dims = tuple(range(x.dim()))
+    last = len(given.get("normalized_shape", ()))
+    own = {"batch_norm": (0, *dims[2:]), "instance_norm": dims[2:], "group_norm": dims[1:]}
+    others = dict.fromkeys([dims[1:2], dims[1:], dims[2:], (0, *dims[2:]), dims[-1:]])
+    taken = own.get(name, dims[len(dims) - last :])
+    yield from (axes for axes in others if axes != taken and math.prod(x.shape[at] for at in axes) > 1)
+
+
+def _over(x: Tensor, axes: tuple[int, ...], parts: Parts) -> Parts:
+    if isinstance(parts[1], Tensor):
+        return _statistics(x, [*axes])
+    return x, 0.0, x.square().mean(axes, keepdim=True)
 
 
 def _in_parts(count: int, parts: Parts) -> Parts:

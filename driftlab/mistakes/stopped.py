@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from driftlab.arithmetic.passes import Recorded
 from driftlab.mistakes.accused import LEFT
-from driftlab.mistakes.call_modes import InPlaces, Key, Place, Undetached
+from driftlab.mistakes.call_modes import InPlaces, Key, Place, Undetached, WithoutGraph
 from driftlab.mistakes.held_statistics import HeldDeviation, HeldStatistics
 from driftlab.mistakes.other_slopes import OtherSlopes, slopes
 from driftlab.mistakes.ways_back import Gradients, Operand, Told, WaysBack
@@ -68,6 +68,9 @@ def stopped(
     words = "a gradient that goes on where the reference detaches would do that"
     if through := _in_places(ways, Undetached, lacks, words):
         return through
+    words = "a gradient of `autograd.grad` that is a constant would do that"
+    if constant := _in_places(ways, WithoutGraph, lacks, words):
+        return constant
     operands = ways.sent()
     told = ways.told(operands, lacks) if operands else []
     fixed = "held fixed on the way back, would do that"

@@ -201,3 +201,48 @@ def test_a_loop_does_the_same_to_all_so_that_one_of_its_modules_is_it(fault, mod
     found = diagnose(Story(), lambda old: FlatStory(old, fault), batches, loss=F.cross_entropy, steps=2)
     assert (found.verdict, found.where.module) == (Verdict.BUG, module)
     assert found.where.pass_ == "input gradient"
+
+
+class Player(nn.Module):
+    """Trained by what the judge says, which is not trained by it, less what is known of the player."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.actor, self.judge = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        move = torch.tanh(self.actor(x))
+        known = self.judge(move.detach())
+        self.judge.requires_grad_(False)
+        said = self.judge(move)
+        self.judge.requires_grad_(True)
+        return known, said / said.abs().mean().detach()
+
+
+class FlatPlayer(FlatPort):
+    def forward(self, x):
+        move = torch.tanh(self.linear("actor", x))
+        weights = self.judge_weight, self.judge_bias
+        known = F.linear(move if self.fault == "known" else move.detach(), *weights)
+        said = F.linear(move, *(w if self.fault == "weights" else w.detach() for w in weights))
+        mean = said.abs().mean()
+        return known, said / (mean if self.fault == "mean" else mean.detach())
+
+
+@pytest.mark.parametrize(
+    ("fault", "pass_"),
+    [("known", "input gradient"), ("weights", "weight gradient"), ("mean", "input gradient")],
+)
+def test_one_of_several_that_the_reference_detaches(fault, pass_):
+    torch.manual_seed(1)
+    batches = [(torch.randn(5, 4), torch.randn(5, 1)) for _ in range(2)]
+    found = diagnose(
+        Player(),
+        lambda old: FlatPlayer(old, fault),
+        batches,
+        loss=lambda made, target: F.mse_loss(made[0], target) - made[1].mean(),
+        steps=2,
+    )
+    assert (found.verdict, found.where.module, found.where.pass_) == (Verdict.BUG, "", pass_)
+    assert "goes on where the reference detaches" in " ".join(str(found).split())

@@ -68,6 +68,25 @@ def test_what_is_joined_is_normed_in_its_parts(function):
     torch.testing.assert_close(found[f"each of 2 parts by itself in `{function.__name__}`"], expected)
 
 
+@pytest.mark.parametrize(
+    ("function", "args", "axes"),
+    [
+        (F.layer_norm, ((4,), LAST_W, LAST_B), [(1,), (1, 2), (0, 2)]),
+        (F.group_norm, (2, W, B), [(1,), (2,), (0, 2)]),
+        (F.instance_norm, (None, None, W, B), [(1,), (1, 2), (0, 2)]),
+        (F.batch_norm, (None, None, W, B, True), [(1,), (1, 2), (2,)]),
+    ],
+)
+def test_over_the_axes_of_another_norm(function, args, axes):
+    name = function.__name__
+    found = {words: y for words, y in made(function, X, *args).items() if "axes" in words}
+    assert [*found] == [f"statistics over the axes {one} in `{name}`" for one in axes]
+    for own, y in zip(axes, found.values(), strict=True):
+        normed = by_hand(X, own, True, 0)
+        scaled = normed * LAST_W + LAST_B if name == "layer_norm" else normed * W[:, None] + B[:, None]
+        torch.testing.assert_close(y, scaled)
+
+
 def test_a_batch_norm_moves_its_statistics_as_it_did_and_by_stored_ones_has_no_other():
     kept = torch.zeros(6).double(), torch.ones(6).double()
     own, moved = ([t.clone() for t in kept] for _ in range(2))
