@@ -43,6 +43,8 @@ from driftlab.tracing.prints import Seen
 from driftlab.tracing.scopes import Entered, Scopes
 from driftlab.tracing.searching import Exchanged
 
+FEW = (FREQUENCY, MODE)
+
 
 class Mutants:
     """All that is worth trying.
@@ -154,15 +156,15 @@ class Mutants:
             mutants.sort(key=lambda m: (self._away(m), self._is_further_on(m)))
         self.found.sort(key=lambda m: -1 if m.kind is NUMBER else SETTINGS.index(m.kind))
         self.unsigned = _in_turns([m for m in self.unsigned if self._concerns(m)])
-        self.unsigned.sort(key=lambda m: m.kind not in (FREQUENCY, MODE))  # there are few
+        self.unsigned.sort(key=lambda m: m.kind not in FEW)
 
     def of_all(self, mutant: Mutant, calls: Collection[int]) -> Mutant:
         """The same of calls of several modules."""
         return self._whose.of_all(mutant, calls)
 
     def is_near(self, mutant: Mutant) -> bool:
-        """To the module that is thought of, or to who makes the value; frequencies are everybody's."""
-        return mutant.kind is FREQUENCY or self._away(mutant) <= 1
+        """To the module that is thought of, or to who makes the value; all of a kind that has few."""
+        return mutant.kind in FEW or self._away(mutant) <= 1
 
     def _away(self, mutant: Mutant) -> int:
         return min(mutant.away(module) for module in self._nearest)

@@ -105,7 +105,7 @@ NORMS: dict[str, Callable[[dict[str, Any]], Parts]] = {
 
 
 def normed_otherwise(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """Of a norm by its own statistics: with or without the mean, by a variance over n - 1, other groups or axes.
+    """Of a norm by its own statistics: with or without the mean, a variance over n - 1, other groups or axes.
 
     What is joined of several before a norm is normed in its parts.
     """

@@ -1,9 +1,12 @@
-"""Two calls in the other order: a norm before an activation, not behind it; or behind a residual's sum."""
+"""Calls in the other order: a norm before an activation, not behind it; or behind a residual's sum.
+
+And a mean, or what else makes fewer numbers of many, before some calls that it follows, or behind others.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,24 +19,46 @@ from driftlab.mistakes.orders import COPIES
 from driftlab.mistakes.torch_call import Call
 from driftlab.network.modules import common, lies_in
 
+# So many calls at most are made before a mean, or behind it.
+CALLS = 3
+_SELECT = ("getitem", "select", "narrow", "split", "chunk", "index_select")
+
 
 @dataclass(frozen=True)
 class _Step:
-    """A call that makes of its first operand something of the same shape; ``out`` keeps that one's id."""
+    """A call that makes of its first operand another value; ``out`` keeps that one's id.
+
+    Attributes:
+        before: what made that operand.
+        keeps_shape: whether it has its shape; reduces: whether it makes fewer numbers of all it is given.
+    """
 
     number: int
     at: str
     caller: str
     name: str
     out: Tensor
+    before: _Step | None
+    keeps_shape: bool
+    reduces: bool
+
+    def chain(self) -> list[_Step]:
+        """What lies before it, the last one first."""
+        steps, step = list[_Step](), self.before
+        while step is not None and len(steps) < CALLS:
+            steps.append(step)
+            step = step.before
+        return steps
 
 
 class Swapped:
-    """The calls of which one goes on with what the other made, and nothing changes its shape."""
+    """The calls of which one goes on with what the other made."""
 
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}  # by the id of what it made
-        self._pairs: list[tuple[_Step, _Step]] = []
+        self._pairs: list[tuple[_Step, _Step]] = []  # of one shape
+        self._chains: list[list[_Step]] = []  # the first is to be made last
+        self._reduced: list[list[_Step]] = []  # the last is to be made first
         self._made_in: dict[int, str] = {}  # by the id of what was made there
         self._summed: list[tuple[int, str, int, str]] = []
 
@@ -45,14 +70,24 @@ class Swapped:
             self._summed += ((number, at, place, module) for place, module in inner)
         self._made_in |= {id(t): at for t in parts(out)}
         x = None if call.goes_on_with is None else call.tensors[call.goes_on_with]
-        if x is None or call.writes or not isinstance(out, Tensor) or out is x or out.shape != x.shape:
+        if x is None or call.writes or not isinstance(out, Tensor) or out is x:
             return
         if call.name in COPIES:  # of what is written into later, the other order is another value
             return
-        step = self._steps[id(out)] = _Step(number, at, caller, call.name, out)
+        reduces = out.numel() < x.numel() and len(call.tensors) == 1 and call.name not in _SELECT
+        before, same = self._steps.get(id(x)), out.shape == x.shape
+        step = _Step(number, at, caller, call.name, out, before, same, reduces)
+        self._steps[id(out)] = step
         for operand in call.tensors if call.name == "add" else (x,):
-            if (before := self._steps.get(id(operand))) is not None and before.name != call.name:
-                self._pairs.append((before, step))
+            one = self._steps.get(id(operand))
+            if one is not None and one.keeps_shape and same and one.name != call.name:
+                self._pairs.append((one, step))
+        chain = step.chain()
+        for length in range(1, len(chain) + 1):
+            if chain[length - 1].reduces:
+                self._chains.append([*chain[length - 1 :: -1], step])
+            if reduces:
+                self._reduced.append([*chain[length - 1 :: -1], step])
 
     def mutants(self) -> Iterator[Mutant]:
         """Each time a module does so, and once."""
@@ -61,6 +96,10 @@ class Swapped:
             alike[first.at, then.at, first.name, then.name].append((first, then))
         for pairs in alike.values():
             yield from (_both_ways(some) for some in (pairs, *([pair] for pair in pairs if len(pairs) > 1)))
+        for first, *rest in self._chains:
+            yield _moved([first], rest[-1], f"`{first.name}` behind {_said(rest)}, not before")
+        for *rest, last in self._reduced:
+            yield _moved(rest, last, f"`{last.name}` before {_said(rest)}, not behind")
         for number, scope, place, module in self._summed:
             words, kept = f"`{module.rpartition('.')[2]}` behind `add`, not before it", dict[str, Any]()
             change, watched = partial(_of_the_sum, kept, place), partial(_kept, kept, module)
@@ -70,18 +109,34 @@ class Swapped:
 def _both_ways(pairs: list[tuple[_Step, _Step]]) -> Mutant:
     first, then = pairs[0]
     words = f"`{first.name}` behind `{then.name}`, not before it"
-    before = {last.number: one.number for one, last in pairs}
-    scope, calls = common([first.caller, then.caller]), frozenset({*before, *before.values()})
+    before = {last.number: [one.number] for one, last in pairs}
+    scope, calls = common([first.caller, then.caller]), frozenset({*before, *(n for (n,) in before.values())})
     return Mutant(scope, words, TOGETHER, calls, partial(_swapped, before, {}), made_in=first.at)
 
 
-def _swapped(before: Mapping[int, int], kept: dict[int, Call], number: int, call: Call, *others: Any) -> Any:
-    """``before``: by the number of the second call that of the first."""
+def _moved(steps: list[_Step], last: _Step, words: str) -> Mutant:
+    """Steps that are made behind another."""
+    numbers = [step.number for step in steps]
+    scope, calls = common([step.caller for step in (*steps, last)]), frozenset({*numbers, last.number})
+    change = partial(_swapped, {last.number: numbers}, {})
+    return Mutant(scope, words, TOGETHER, calls, change, made_in=steps[0].at)
+
+
+def _said(steps: list[_Step]) -> str:
+    return ", ".join(f"`{step.name}`" for step in steps)
+
+
+def _swapped(
+    before: Mapping[int, Sequence[int]], kept: dict[int, Call], number: int, call: Call, *others: Any
+) -> Any:
+    """``before``: by the number of the last call those of the ones that are made behind it."""
     if number not in before:
         kept[number] = call
         return call.tensors[call.goes_on_with or 0]
-    first = kept[before[number]]
-    return first.with_tensor(first.goes_on_with or 0, call.run()).run()
+    out = call.run()
+    for one in map(kept.__getitem__, before[number]):
+        out = one.with_tensor(one.goes_on_with or 0, out).run()
+    return out
 
 
 def _kept(kept: dict[str, Any], name: str, network: nn.Module) -> None:

@@ -10,7 +10,7 @@ from itertools import count
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 # Attributes of a tensor that are a call of it.
 TRANSPOSED = ("T", "mT", "H", "mH")
@@ -79,10 +79,15 @@ class Call:
 
     @property
     def goes_on_with(self) -> int | None:
-        """Which of them it makes another of: of ``where(mask, x, y)`` the larger one; None of integers."""
+        """Which of them it makes another of: of ``where(mask, x, y)`` the larger one; None of integers.
+
+        Of a weight and another value that one.
+        """
         place = 0
         if self.name == "where" and len(self.tensors) == 3:
             place = 1 if self.tensors[1].numel() > self.tensors[2].numel() else 2
+        elif len(self.tensors) == 2 and isinstance(self.tensors[0], nn.Parameter):
+            place = 1
         floating = len(self.tensors) > place and self.tensors[place].is_floating_point()
         return place if floating else None
 

@@ -34,8 +34,10 @@ def weight_mutations(
     Args:
         left: buffers that a call changes, as it leaves them.
     """
-    for name in _tensors(network):
+    for name, tensor in _tensors(network).items():
         yield owner(name), f"`{name}` left out", partial(_set, {name: torch.zeros(())})
+        if _is_mask(values := held(tensor).detach()):
+            yield owner(name), f"`{name}` turned over", partial(_set, {name: 1 - values})
     for one, other in (*_pairs(_own(network)), *_pairs(_modules(network))):
         owners = owner(one[0]), owner(other[0])
         names = (one[0], other[0]) if len(one) == 1 else owners
@@ -43,6 +45,10 @@ def weight_mutations(
         yield common(owners), words, partial(_exchange, dict(zip(one, other, strict=True)))
     for name, tensor in left.items():
         yield owner(name), f"`{name}` as the call leaves it", partial(_set, {name: tensor})
+
+
+def _is_mask(values: Tensor) -> bool:
+    return bool(((values == 0) | (values == 1)).all() and (values == 0).any() and (values == 1).any())
 
 
 def other_frequencies(network: nn.Module) -> Iterator[tuple[str, str, Callable[[nn.Module], None]]]:
@@ -97,7 +103,8 @@ def _turned(values: Tensor) -> Iterator[tuple[str, Tensor]]:
 def other_modes(network: nn.Module) -> Iterator[tuple[str, str, Callable[[nn.Module], None]]]:
     """The same of modules that do something else in eval mode: one alone in the other mode."""
     for name, module in network.named_modules():
-        if any("training" in code.co_names for code in _codes(type(module))):
+        drops = getattr(module, "p", 1.0) != 0
+        if drops and any("training" in code.co_names for code in _codes(type(module))):
             yield name, f"`{name}` in the other mode", partial(_in_the_other_mode, name)
 
 

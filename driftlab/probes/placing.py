@@ -9,6 +9,7 @@ from statistics import median
 from driftlab.arithmetic.difference import Difference
 from driftlab.arithmetic.locating import SAME_BORDERS, first_wrong
 from driftlab.fold import Fold
+from driftlab.mistakes.mutant import TOGETHER, Mutant
 from driftlab.network.modules import called, common_parent, lies_in
 from driftlab.network.pair import Pair
 from driftlab.probes.counterfactual import counterfactual, gradient_stop
@@ -73,19 +74,20 @@ def _or_where_a_call_would(
 ) -> tuple[Place, Difference, str]:
     """The same; or the module of a call, or of a value, whose change makes the outputs what they are.
 
-    Where a pair of modules is wrong, and it is in it, one further in alone, if that has others inside; but a
-    layer that is joined to a norm is not it.
+    Where a pair of modules is wrong, and it is in it, one further in alone, if that has others inside, or one
+    in the pair that calls it in another order; but a layer that is joined to a norm is not it.
     """
     within = located is not None and lies_in(place.module, located[0]) and not is_joined(found.pair, place)
-    if within and not _holds_others(found.pair, place.module):
+    if within and not _holds_others(found.pair, place.module) and _has_weights(found.pair, place.module):
         return place, difference, ""
     would = counterfactual(found, difference, place.module)
-    if would is None or (within and not _further_in(would.scope, place)):
+    if would is None or (within and located and not _says_more(would, place.module, located[0])):
         return where_evaluation_loses(found, place, difference), difference, ""
     if isinstance(would, Exchanged):
         right = partial(found.local.right, pass_=place.pass_)
         at = where_a_value_would(found.pair, place, would, right)
-        at = place if within and not _further_in(at.module, place) else replace(at, told_by=ToldBy.VALUE)
+        stays = within and not _further_in(at.module, place.module)
+        at = place if stays else replace(at, told_by=ToldBy.VALUE)
         # of another order the prints tell nothing
         return at if would.turned else where_evaluation_loses(found, at, difference), difference, ""
     where = f" in `{would.scope}`" if would.scope else ""
@@ -95,12 +97,22 @@ def _or_where_a_call_would(
     return at, difference, f"{would.said}{where} would do that"
 
 
-def _further_in(module: str, place: Place) -> bool:
-    return module != place.module and lies_in(module, place.module)
+def _says_more(would: Mutant | Exchanged, module: str, pair: str) -> bool:
+    """Of a module in a pair that is wrong: one further in, or who calls it, in the pair, in another order."""
+    of_order = isinstance(would, Mutant) and would.kind is TOGETHER and lies_in(would.scope, pair)
+    return _further_in(would.scope, module) or (of_order and _further_in(module, would.scope))
+
+
+def _further_in(module: str, other: str) -> bool:
+    return module != other and lies_in(module, other)
 
 
 def _holds_others(pair: Pair, module: str) -> bool:
     return next(pair.reference.get_submodule(module).children(), None) is not None
+
+
+def _has_weights(pair: Pair, module: str) -> bool:
+    return next(pair.reference.get_submodule(module).parameters(), None) is not None
 
 
 def _placed(
