@@ -15,6 +15,7 @@ from torch import Tensor
 from driftlab.mistakes.call_modes import parts
 from driftlab.mistakes.mutant import Mutant
 from driftlab.mistakes.mutations import Operator, averaged, mutations, numbered
+from driftlab.mistakes.pools import pooled_otherwise
 from driftlab.mistakes.torch_call import Call
 
 # Changed calls that are looked for among the candidate's values.
@@ -33,7 +34,10 @@ class Mutated:
     def of(
         self, here: Mutant, operators: Sequence[Operator], call: Call, earlier: Sequence[Tensor], out: Any
     ) -> Iterator[tuple[Mutant, Callable[[], Any], Any]]:
-        """With what makes their results, and these: other numbers in the right one's shape."""
+        """With what makes their results, and these: other numbers in the right one's shape.
+
+        A last window more, or less, has its own.
+        """
         own, moves = parts(out), call.writes or call.name in _MOVES_STATISTICS
         shapes = [t.shape for t in own]
         given = [t.detach().clone() for t in call.tensors] if call.name in _MOVES_STATISTICS else []
@@ -52,7 +56,7 @@ class Mutated:
                     finally:
                         _put_back(call, given)
                     others = parts(made)
-                    if [t.shape for t in others] != shapes:
+                    if operator is not pooled_otherwise and [t.shape for t in others] != shapes:
                         continue
                     if moves or not all(map(torch.equal, own, others)):
                         change = partial(_mutated, operator, words, which)

@@ -1,8 +1,12 @@
-"""A pooling by the mean that should be by the maximum, or the other way round; a border that is counted."""
+"""A pooling by the mean that should be by the maximum, or the other way round; a border that is counted.
+
+Or a last window that reaches beyond the border, or is left out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -38,10 +42,14 @@ def _windows(call: Call, x: Tensor, dims: str) -> Iterator[Mutation]:
     window: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
     window["ceil_mode"] = call.argument(5 if maximum else 4, "ceil_mode", False)
     mean, most = getattr(F, f"avg_pool{dims}"), getattr(F, f"max_pool{dims}")
-    if maximum and call.argument(4, "dilation", 1) == 1:
+    dilation, counted = call.argument(4, "dilation", 1), call.argument(5, "count_include_pad", True)
+    same = partial(most, dilation=dilation) if maximum else partial(mean, count_include_pad=counted)
+    ends, beyond = ("not ", False) if window["ceil_mode"] else ("", True)
+    words = f"a last window of `{call.name}` that reaches {ends}beyond the border"
+    yield words, lambda: same(x, **{**window, "ceil_mode": beyond})
+    if maximum and dilation == 1:
         yield _said(True, call), lambda: mean(x, **window)
     if not maximum:
-        counted = call.argument(5, "count_include_pad", True)
         words = f"a border that `{call.name}` {'does not count' if counted else 'counts'}"
         yield words, lambda: mean(x, **window, count_include_pad=not counted)
         yield _said(False, call), lambda: most(x, **window)

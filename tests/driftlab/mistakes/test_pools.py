@@ -27,7 +27,18 @@ def test_windows():
     found = made(F.avg_pool2d, X, 3, 2, 1, True, False)
     assert torch.equal(found["the maximum, not the mean, by `avg_pool2d`"], F.max_pool2d(X, 3, 2, 1, 1, True))
     assert torch.equal(found["a border that `avg_pool2d` counts"], F.avg_pool2d(X, 3, 2, 1, True))
-    assert not made(F.max_pool2d, X, 2, dilation=2)
+    assert not any("mean" in words for words in made(F.max_pool2d, X, 2, dilation=2))
+
+
+def test_a_last_window_that_is_left_out_or_not():
+    beyond = "a last window of `{}` that reaches beyond the border"
+    found = made(F.avg_pool2d, X, 2, 2, 1, False, False)[beyond.format("avg_pool2d")]
+    assert torch.equal(found, F.avg_pool2d(X, 2, 2, 1, True, False))
+    found = made(F.max_pool2d, X, 2, dilation=2)[beyond.format("max_pool2d")]
+    assert torch.equal(found, F.max_pool2d(X, 2, dilation=2, ceil_mode=True))
+    within = beyond.replace("reaches", "reaches not").format("max_pool2d")
+    found = made(F.max_pool2d, X, 3, stride=2, ceil_mode=True)[within]
+    assert torch.equal(found, F.max_pool2d(X, 3, stride=2))
 
 
 def test_a_whole_and_dimensions():
