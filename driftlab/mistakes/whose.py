@@ -64,10 +64,19 @@ class Whose:
         return mutant
 
     def _caller_that_gives(self, value: Tensor) -> str | None:
-        """To the module at work; None of what that has made."""
+        """To the module at work, or who made it of those called in turn; None of what that has made."""
         *_, caller, own = [None, None, *self._scopes.entered]
-        given = caller is not None and own is not None and any(value is t for t in own.given)
-        return caller.scope if given else None
+        if caller is None or own is None or not any(value is t for t in own.given):
+            return None
+        in_turn = type(self._network.get_submodule(caller.scope)) is nn.Sequential
+        return (in_turn and self._part_that_made(value, caller.scope)) or caller.scope
+
+    def _part_that_made(self, value: Tensor, module: str) -> str | None:
+        """The part of a module that gave it."""
+        maker, inside = self._made_by.get(id(value), ""), f"{module}." if module else ""
+        if maker == module or not lies_in(maker, module):
+            return None
+        return inside + maker.removeprefix(inside).partition(".")[0]
 
     def of_all(self, mutant: Mutant, calls: Collection[int]) -> Mutant:
         """The same of calls of several modules: who made what they all take, if that is one value."""

@@ -1,4 +1,4 @@
-"""Steps that are made in another order: a mean before or behind several, a weight that stands first, a mask."""
+"""Steps made in another order: a mean before or behind several, a weight that stands first; and a mask."""
 
 import copy
 
