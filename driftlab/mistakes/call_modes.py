@@ -17,6 +17,7 @@ from driftlab.tracing.scopes import Scopes
 Change = Callable[[int, Call, Sequence[Tensor]], Any]
 Key = tuple[int, int]  # the number of a call, the place of a tensor among its arguments
 RESULT = -1  # in place of an argument's
+_Container = list[Any] | dict[Any, Any]
 Place = tuple[str, tuple]  # a module, and the code in which it makes a call
 _TELLS_NOTHING = ("get", "set", "size", "dim", "numel", "is_floating_point", "stride", "item", "detach")
 # They are given tensors as places in a graph, where an alias has none.
@@ -54,6 +55,7 @@ class Operands(TorchFunctionMode):
         super().__init__()
         self._see, self._calls, self._looked_at = see, 0, calls
         self._itself: dict[int, tuple[Tensor, Tensor]] = {}
+        self._lent: list[list[_Container]] = []  # of the calls that are not over
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         call = Call(func, tuple(args), kwargs or {})
@@ -66,13 +68,22 @@ class Operands(TorchFunctionMode):
         return self._of(RESULT, call.name, out) if isinstance(out, Tensor) else out
 
     def handed_on(self, module: str, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The same for a call of a module, by its name."""
+        """The same for a call of a module, by its name, which may take something out of lists and tables."""
         self._calls += 1
         if self._is_passed_by():
+            self._lent.append([])
             return args, kwargs
         with torch._C.DisableTorchFunction():
             seen = self._seen(Call(nn.Module, args, kwargs), module)
-        return seen.args, seen.kwargs
+            self._lent.append(lent := list[_Container]())
+            return _put_into(args, seen.args, lent), _put_into(dict(kwargs), seen.kwargs, lent)
+
+    def handed_back(self) -> None:
+        """After that call: what it left in them is its caller's again."""
+        for own in self._lent.pop():
+            for key in range(len(own)) if isinstance(own, list) else own:
+                if (kept := self._itself.get(id(own[key]))) is not None:
+                    own[key] = kept[1]
 
     def _is_passed_by(self) -> bool:
         return self._looked_at is not None and self._calls not in self._looked_at
@@ -99,6 +110,18 @@ class Operands(TorchFunctionMode):
         while tensor is not (before := self._itself.get(id(tensor), (tensor, tensor))[1]):
             tensor = before
         return tensor
+
+
+def _put_into(own: Any, seen: Any, lent: list[_Container]) -> Any:
+    """What is seen, in the lists and tables that were given."""
+    if type(own) is tuple:
+        return tuple(_put_into(one, other, lent) for one, other in zip(own, seen, strict=True))
+    if type(own) in (list, dict):
+        for key in range(len(own)) if type(own) is list else own:
+            own[key] = _put_into(own[key], seen[key], lent)
+        lent.append(own)
+        return own
+    return seen
 
 
 class InPlaces(TorchFunctionMode):

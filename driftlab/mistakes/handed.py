@@ -45,6 +45,7 @@ class Handed:
         self._values: dict[tuple[Entered, int], _Value] = {}
         self._made: dict[int, int] = {}  # where each of ``earlier`` stands, by its ``id``
         self._begun: dict[Entered, int] = {}  # how many were made when a module was entered
+        self._parts: defaultdict[str, list[Entered]] = defaultdict(list)  # that it called, by the module
         self._moved: dict[int, Tensor] = {}  # what they are made of, if it was only moved
         self._at_hand: defaultdict[str, set[int]] = defaultdict(set)  # the places of what is, by the module
 
@@ -56,6 +57,7 @@ class Handed:
         for at, one in enumerate(entered):
             if one not in self._begun:
                 self._begun[one] = len(earlier)
+                self._parts[entered[at - 1].scope if at else ""].append(one)
                 for module in entered[max(0, at - 1) : at + 1]:
                     self._has_at_hand(module.scope, one.given)
         if call.name in MOVES and call.tensors and out is not call.tensors[0] and out.is_floating_point():
@@ -77,8 +79,12 @@ class Handed:
         self._at_hand[scope].update(self._made[id(t)] for t in tensors if id(t) in self._made)
 
     def is_at_hand(self, scope: str, value: Tensor) -> bool:
-        """Whether a module takes it itself, or hands it on; asked when all calls were seen."""
-        return self._made.get(id(value)) in self._at_hand[scope]
+        """Whether a module takes it itself, hands it on, or gets it; asked when all calls were seen."""
+        return self._made.get(id(value)) in self._hand_of(scope)
+
+    def _hand_of(self, scope: str) -> set[int]:
+        gets = (self._made.get(id(t)) for one in self._parts[scope] for t in one.gave)
+        return self._at_hand[scope].union(at for at in gets if at is not None)
 
     def by(self, another: Another, entered: Sequence[Entered]) -> tuple[str | None, str | None]:
         """The module that hands on the value that another stands for, and one further in that has both.
@@ -133,7 +139,8 @@ class Handed:
             if alone or taken in seen or lies_in(value.caller, value.scope):
                 continue
             seen.add(taken)
-            for other in (o for o in value.others if o in self._at_hand[value.caller]):
+            hand = self._hand_of(value.caller)
+            for other in filter(hand.__contains__, value.others):
                 change = partial(_given, value.places, other)
                 words = f"what `{value.scope}` is given is another value"
                 calls = frozenset(value.places)

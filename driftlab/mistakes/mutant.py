@@ -16,7 +16,7 @@ from driftlab.mistakes.torch_call import Call
 from driftlab.network.modules import common, lies_in
 
 NUMBER, WEIGHTS, TOGETHER, INDEX, HANDED = "another number", "weights", "together", "index", "handed"
-FREQUENCY, MODE = "another frequency", "the other mode"
+FREQUENCY, MODE, GATE = "another frequency", "the other mode", "another gate"
 
 # So many tensors of integers are told apart: a loop may make new ones without end.
 MOST = 32

@@ -19,11 +19,13 @@ from driftlab.blame import caller, module_at_work
 from driftlab.mistakes.call_modes import parts
 from driftlab.mistakes.choices import Choices
 from driftlab.mistakes.frontier import Frontier, comes_by, same_numbers
+from driftlab.mistakes.gates import other_gates
 from driftlab.mistakes.in_turn import in_turn
-from driftlab.mistakes.mutant import FREQUENCY, MODE, NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
+from driftlab.mistakes.mutant import FREQUENCY, GATE, MODE, NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
 from driftlab.mistakes.mutated import Mutated, with_another_number
 from driftlab.mistakes.mutations import (
     JOINED,
+    MOVED,
     NEUTRAL,
     OPERANDS,
     SETTINGS,
@@ -110,15 +112,20 @@ class Mutants:
         if not kept and self._had.get(number) and scope != self._turned:  # the candidate's call is right
             return out
         here = Mutant(scope, "", NUMBER, frozenset({number}), line=line)
-        if not self._concerns(here):
+        if kept:  # who hands on another value may stand far from who takes it
+            for mutant, make, made in self._mutated.of(here, MOVED, call, earlier, out):
+                if comes_by(self._seen, made, self._rows):
+                    self.signs.append(self._whose.of_operand(mutant, make, scope))
+        concerns = self._concerns(here)
+        if kept and self._frontier[number] and (concerns or self._turned is not None):
+            self.unsigned += (m for m, *_ in self._mutated.of(here, ORDERS, call, earlier, out))
+        if not concerns:
             return out
         if call.name in JOINED:
             self._norms[scope, call.name, id((call.given() or {}).get("weight"))][number] = call
             self._callers[scope].extend(self._scopes.entered[-2:-1])
         self.found += with_another_number(here, call)
         self.found += (m for m, *_ in self._mutated.of(here, SETTINGS, call, earlier, out))
-        if kept and self._frontier[number]:
-            self.unsigned += (m for m, *_ in self._mutated.of(here, ORDERS, call, earlier, out))
         here = replace(here, scope=self._whose.hands_on(scope), made_in=scope)
         for mutant, make, made in self._mutated.of(here, OPERANDS, call, earlier, out):
             mutant = self._whose.of_operand(mutant, make, scope)
@@ -145,6 +152,7 @@ class Mutants:
             (WEIGHTS, chain(weight_mutations(twin, left), turned)),
             (FREQUENCY, other_frequencies(twin)),
             (MODE, other_modes(twin)),
+            (GATE, other_gates(twin)),
         ):
             self.unsigned += (Mutant(owner, words, kind, weights=change) for owner, words, change in changes)
         self.signs, self.unsigned = (
@@ -155,7 +163,7 @@ class Mutants:
         for mutants in (self.found, self.signs, self.unsigned):
             mutants.sort(key=lambda m: (self._away(m), self._is_further_on(m)))
         self.found.sort(key=lambda m: -1 if m.kind is NUMBER else SETTINGS.index(m.kind))
-        self.unsigned = _in_turns([m for m in self.unsigned if self._concerns(m)])
+        self.unsigned = _in_turns([m for m in self.unsigned if m.kind in ORDERS or self._concerns(m)])
         self.unsigned.sort(key=lambda m: m.kind not in FEW)
 
     def of_all(self, mutant: Mutant, calls: Collection[int]) -> Mutant:

@@ -94,7 +94,8 @@ def mutations(call: Call, earlier: Sequence[Tensor], operator: Operator) -> Iter
     Args:
         earlier: the floating values that were made before.
     """
-    if operator is _altered or (call.name not in _DRAWS and (call.name not in MOVES or operator in ORDERS)):
+    alone = operator in (*ORDERS, *MOVED)
+    if operator is _altered or (call.name not in _DRAWS and (call.name not in MOVES or alone)):
         yield from operator(call, earlier)
 
 
@@ -219,6 +220,12 @@ def _others(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
             yield words, Another(call, place, earlier[at])
 
 
+def _moved(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
+    """Another value that is only moved: of all that its takers are given the first."""
+    if call.name in MOVES:
+        yield from _others(call, earlier)
+
+
 def _activated(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """What a layer with a weight is given, or what it gives, through one more activation."""
     if weighted(call) is None:
@@ -253,4 +260,4 @@ SETTINGS = (
     *(bordered, dilated, turned_kernel, normed_otherwise, pooled_otherwise),
 )
 OPERANDS = (_exchanged, _terms, _turned, _others, _normed_alone, _activated, cut_elsewhere)
-NEUTRAL = (_neutral,)
+NEUTRAL, MOVED = (_neutral,), (_moved,)

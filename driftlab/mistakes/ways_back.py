@@ -67,6 +67,7 @@ class WaysBack:
         for name, module in self._modules.items():  # before it is at work: what its caller hands on
             if not isinstance(module, torch.jit.ScriptModule):  # takes no hooks
                 module.register_forward_pre_hook(self._handing_on(name), with_kwargs=True)
+                module.register_forward_hook(self._handed_back())
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 module.sparse = False  # which is how a gradient is stored; none comes sparse by an alias
         self.scopes = Scopes(self._network)
@@ -77,6 +78,13 @@ class WaysBack:
             return self._operands.handed_on(name, args, kwargs) if self._operands else None
 
         return hand_on
+
+    def _handed_back(self) -> Callable:
+        def hand_back(*_: object) -> None:
+            if self._operands is not None:
+                self._operands.handed_back()
+
+        return hand_back
 
     def is_own(self, function: str) -> bool:
         """Whether it is a module, and none of torch's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +13,11 @@ from driftlab.network.calling import tensors_in
 
 @dataclass(frozen=True, eq=False)
 class Entered:
-    """A call of a module that is not over yet, and what it was given."""
+    """A call of a module, what it was given, and what it gave, once it is over."""
 
     scope: str
     given: list[Tensor]
+    gave: list[Tensor] = field(default_factory=list)
 
 
 class Scopes:
@@ -55,7 +56,7 @@ class Scopes:
 
         def leave(_: nn.Module, args: tuple, output: object) -> None:
             crossed(output, name)
-            self.entered.pop()
+            self.entered.pop().gave.extend(tensors_in(output))
 
         module.register_forward_pre_hook(enter, with_kwargs=True)
         module.register_forward_hook(leave)
