@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
-from itertools import chain, product
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,8 +38,9 @@ from driftlab.tracing.searching import Exchanged
 
 # Runs of the reference at most, fewer of one that computes many numbers; of which so many to find one number.
 RUNS, ELEMENTS, STEPS = 400, 3e8, 10
-# Where no sign speaks for a change: runs, and calls that all of them may make together.
+# Where no sign speaks for a change, nearby and again further off: runs, and calls that all may make together.
 UNSIGNED_RUNS, UNSIGNED_CALLS = 800, 60_000
+SIGNED, UNSIGNED = "signed", "unsigned"
 # Fewer numbers than these any factor may make up for.
 MANY = 8
 
@@ -70,16 +71,18 @@ def fitting(
         return []
     most = ELEMENTS / max(1, mutants.elements)
     signed, unsigned = min(RUNS, most), min(UNSIGNED_RUNS, most, UNSIGNED_CALLS / max(1, mutants.calls))
-    left = {"signed": signed, "unsigned": unsigned}
-    sides = (mutants.found, "signed"), (mutants.signs, "signed"), (mutants.unsigned, "unsigned")
+    sides = (mutants.found, SIGNED), (mutants.signs, SIGNED), (mutants.unsigned, UNSIGNED)
     made_up: list[Mutant] = []
-    for nearby, (some, budget) in product((True, False), sides):
-        trials.runs = left[budget]
-        fit = trials.fitting([m for m in some if mutants.is_near(m) is nearby], mutants)
-        left[budget] = trials.runs
-        if any(map(_is_told, fit)):
-            return fit
-        made_up = made_up or fit
+    left = {SIGNED: signed}
+    for nearby in (True, False):
+        left[UNSIGNED] = unsigned  # those further off have as many again
+        for some, budget in sides:
+            trials.runs = left[budget]
+            fit = trials.fitting([m for m in some if mutants.is_near(m) is nearby], mutants)
+            left[budget] = trials.runs
+            if any(map(_is_told, fit)):
+                return fit
+            made_up = made_up or fit
     return made_up if sum(case.theirs.numel() for case in cases if case.apart) >= MANY else []
 
 
