@@ -122,7 +122,7 @@ def _called_again(operands: Mapping[Key, Operand], found: Sequence[Key]) -> _Aga
 
 
 def _stop(ways: WaysBack, own: Sequence[Operand], words: str, again: _Again) -> Stop:
-    scopes = {ways.with_code(o.scope.rpartition(".")[0]) if ways.takes(o) else o.scope for o in own}
+    scopes = {ways.with_code(o.scope.rpartition(".")[0] if ways.takes(o) else o.scope) for o in own}
     handed = {o.function for o in own if ways.is_own(o.function)}
     # what a module hands on as it is given it is its own caller's
     between = {m for m in scopes | handed if not any(m != h and lies_in(m, h) for h in handed)}
