@@ -126,7 +126,8 @@ def _stop(ways: WaysBack, own: Sequence[Operand], words: str, again: _Again) -> 
     handed = {o.function for o in own if ways.is_own(o.function)}
     # what a module hands on as it is given it is its own caller's
     between = {m for m in scopes | handed if not any(m != h and lies_in(m, h) for h in handed)}
-    for elsewhere in again:
+    without_code = frozenset(m for m in between if ways.with_code(m) != m)
+    for elsewhere in (*again, without_code):
         between = (between - elsewhere) or between
     innermost = [m for m in handed if not any(h != m and lies_in(h, m) for h in handed)]
     taker = innermost[0] if len(innermost) == 1 else ""

@@ -87,9 +87,8 @@ class WaysBack:
         return hand_back
 
     def is_own(self, function: str) -> bool:
-        """Whether it is a module with code of its own: none of torch's, nor parts in turn."""
-        module = self._modules.get(function)
-        return module is not None and not is_torchs(module) and type(module) is not nn.Sequential
+        """Whether it is a module, and none of torch's."""
+        return function in self._modules and not is_torchs(self._modules[function])
 
     def takes(self, operand: Operand) -> bool:
         """Whether a module of torch's own is given it, so that its caller's code hands it on."""
