@@ -164,7 +164,8 @@ class Mutants:
             mutants.sort(key=lambda m: (self._away(m), self._is_further_on(m)))
         self.found.sort(key=lambda m: -1 if m.kind is NUMBER else SETTINGS.index(m.kind))
         self.unsigned = _in_turns([m for m in self.unsigned if m.kind in ORDERS or self._concerns(m)])
-        self.unsigned.sort(key=lambda m: m.kind not in FEW)
+        told = FEW if self._turned is None else (*FEW, *ORDERS)
+        self.unsigned.sort(key=lambda m: m.kind not in told)
 
     def of_all(self, mutant: Mutant, calls: Collection[int]) -> Mutant:
         """The same of calls of several modules."""
