@@ -3,8 +3,9 @@
 ``third_*`` and ``fourth_*``, faults in ports alone, were written after what ``first_*`` and ``second_*`` had
 shown was mended. 30 labels were widened when they had been judged: a right pair may be equal bit for bit (5),
 its reference diverge (11), or torch's own gradient be wrong (5); rounding to bfloat16 be called fewer bits
-(1), and the gradient of a weight one of the input of its parametrization (1), or of the module (2), or be of the
-list that owns it (1); halves of a kernel exchanged are halves of what it reads exchanged (1), what a module is handed its caller's affair (3).
+(1), and the gradient of a weight one of the input of its parametrization (1), or of its module (2), or be the
+affair of the list that owns it (1); halves of a kernel exchanged are halves of what it reads exchanged (1),
+and what a module is handed is its caller's affair (3).
 One batch has learnt to ask for the gradient of its inputs, in which alone a fault shows (PatchTST's scaler).
 
 ``sixth_*``, four networks in flat code, was judged when modules had learnt to be silenced; ``seventh_*``,

@@ -178,8 +178,8 @@ class PackedForecaster(Port):
         return y.mT
 
 
-SLOPES = "input gradient", "weight gradient"
-SECOND = tuple("tcn.network.1.conv2" + at for at in ("", ".parametrizations.weight", ".parametrizations.weight.0"))
+SLOPES, GAIN = ("input gradient", "weight gradient"), "tcn.network.1.conv2.parametrizations.weight"
+SECOND = "tcn.network.1.conv2", GAIN, GAIN + ".0"
 right(task, "tft_deep_glo_of_parts", "a tree, channels last, running sums", ForecasterOfParts)
 right(task, "tft_deep_glo_of_packed_weights", "packed weights, windows, fused heads", PackedForecaster)
 wrong(
