@@ -14,6 +14,7 @@ from types import CodeType, FunctionType
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from driftlab.arithmetic.shadow import held
 from driftlab.network.modules import common
@@ -103,8 +104,8 @@ def _turned(values: Tensor) -> Iterator[tuple[str, Tensor]]:
 def other_modes(network: nn.Module) -> Iterator[tuple[str, str, Callable[[nn.Module], None]]]:
     """The same of modules that do something else in eval mode: one alone in the other mode."""
     for name, module in network.named_modules():
-        drops = getattr(module, "p", 1.0) != 0
-        if drops and any("training" in code.co_names for code in _codes(type(module))):
+        drops_none = isinstance(module, _DropoutNd) and not module.p
+        if not drops_none and any("training" in code.co_names for code in _codes(type(module))):
             yield name, f"`{name}` in the other mode", partial(_in_the_other_mode, name)
 
 
