@@ -76,18 +76,20 @@ class Swapped:
             return
         reduces = out.numel() < x.numel() and len(call.tensors) == 1 and call.name not in _SELECT
         before, same = self._steps.get(id(x)), out.shape == x.shape
-        step = _Step(number, at, caller, call.name, out, before, same, reduces)
-        self._steps[id(out)] = step
+        step = self._steps[id(out)] = _Step(number, at, caller, call.name, out, before, same, reduces)
         for operand in call.tensors if call.name == "add" else (x,):
             one = self._steps.get(id(operand))
             if one is not None and one.keeps_shape and same and one.name != call.name:
                 self._pairs.append((one, step))
+        self._see_chain(step)
+
+    def _see_chain(self, step: _Step) -> None:
         chain = step.chain()
-        for length in range(1, len(chain) + 1):
-            if chain[length - 1].reduces:
-                self._chains.append([*chain[length - 1 :: -1], step])
-            if reduces:
-                self._reduced.append([*chain[length - 1 :: -1], step])
+        for length, first in enumerate(chain, 1):
+            if first.reduces:
+                self._chains.append([*reversed(chain[:length]), step])
+            if step.reduces:
+                self._reduced.append([*reversed(chain[:length]), step])
 
     def mutants(self) -> Iterator[Mutant]:
         """Each time a module does so, and once."""
