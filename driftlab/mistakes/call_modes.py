@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from driftlab.blame import callers
+from driftlab.blame import caller
 from driftlab.mistakes.torch_call import Call
 from driftlab.tracing.scopes import Scopes
 
@@ -18,7 +18,7 @@ Change = Callable[[int, Call, Sequence[Tensor]], Any]
 Key = tuple[int, int]  # the number of a call, the place of a tensor among its arguments
 RESULT = -1  # in place of an argument's
 _Container = list[Any] | dict[Any, Any]
-Place = tuple[str, tuple]  # a module, and the code in which it makes a call
+Place = tuple[str, tuple[str, int, int]]  # a module, and the code in which it makes a call
 _TELLS_NOTHING = ("get", "set", "size", "dim", "numel", "is_floating_point", "stride", "item", "detach")
 # They are given tensors as places in a graph, where an alias has none.
 _DIFFERENTIATES = ("grad", "backward")
@@ -75,13 +75,14 @@ class Operands(TorchFunctionMode):
             return args, kwargs
         with torch._C.DisableTorchFunction():
             seen = self._seen(Call(nn.Module, args, kwargs), module)
-            self._lent.append(lent := list[_Container]())
-            return _put_into(args, seen.args, lent), _put_into(dict(kwargs), seen.kwargs, lent)
+        self._lent.append(lent := list[_Container]())
+        named = {name: _put_into(own, seen.kwargs[name], lent) for name, own in kwargs.items()}
+        return _put_into(args, seen.args, lent), named
 
     def handed_back(self) -> None:
         """After that call: what it left in them is its caller's again."""
         for own in self._lent.pop():
-            for key in range(len(own)) if isinstance(own, list) else own:
+            for key in _keys(own):
                 if (kept := self._itself.get(id(own[key]))) is not None:
                     own[key] = kept[1]
 
@@ -117,11 +118,15 @@ def _put_into(own: Any, seen: Any, lent: list[_Container]) -> Any:
     if type(own) is tuple:
         return tuple(_put_into(one, other, lent) for one, other in zip(own, seen, strict=True))
     if type(own) in (list, dict):
-        for key in range(len(own)) if type(own) is list else own:
+        for key in _keys(own):
             own[key] = _put_into(own[key], seen[key], lent)
         lent.append(own)
         return own
     return seen
+
+
+def _keys(container: _Container) -> list[Any]:
+    return [*(range(len(container)) if isinstance(container, list) else container)]
 
 
 class InPlaces(TorchFunctionMode):
@@ -138,7 +143,7 @@ class InPlaces(TorchFunctionMode):
 
     def changes(self, of_weight: bool = False) -> bool:
         """Of one of these calls, which is noted: whether it is in a place that is changed."""
-        place = self._now.now, callers()[:1]
+        place = self._now.now, caller()
         self.places[place] = self.places.get(place, True) and of_weight
         return place in self._changed
 
@@ -147,9 +152,7 @@ class Undetached(InPlaces):
     """Nothing is detached there."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if not _detaches(func, args):
-            return func(*args, **(kwargs or {}))
-        if not self.changes(isinstance(args[0], nn.Parameter)):
+        if not _detaches(func, args) or not self.changes(isinstance(args[0], nn.Parameter)):
             return func(*args, **(kwargs or {}))
         return args[0] if isinstance(args[0], Tensor) else None
 

@@ -48,6 +48,7 @@ class Handed:
         self._parts: defaultdict[str, list[Entered]] = defaultdict(list)  # that it called, by the module
         self._moved: dict[int, Tensor] = {}  # what they are made of, if it was only moved
         self._at_hand: defaultdict[str, set[int]] = defaultdict(set)  # the places of what is, by the module
+        self._hands: dict[str, set[int]] = {}  # and of what it gets, once all calls were seen
 
     def see(
         self, number: int, call: Call, out: Any, entered: Sequence[Entered], earlier: Sequence[Tensor]
@@ -83,8 +84,10 @@ class Handed:
         return self._made.get(id(value)) in self._hand_of(scope)
 
     def _hand_of(self, scope: str) -> set[int]:
-        gets = (self._made.get(id(t)) for one in self._parts[scope] for t in one.gave)
-        return self._at_hand[scope].union(at for at in gets if at is not None)
+        if scope not in self._hands:
+            gets = (self._made.get(id(t)) for one in self._parts[scope] for t in one.gave)
+            self._hands[scope] = self._at_hand[scope].union(at for at in gets if at is not None)
+        return self._hands[scope]
 
     def by(self, another: Another, entered: Sequence[Entered]) -> tuple[str | None, str | None]:
         """The module that hands on the value that another stands for, and one further in that has both.

@@ -94,8 +94,8 @@ def mutations(call: Call, earlier: Sequence[Tensor], operator: Operator) -> Iter
     Args:
         earlier: the floating values that were made before.
     """
-    alone = operator in (*ORDERS, *MOVED)
-    if operator is _altered or (call.name not in _DRAWS and (call.name not in MOVES or alone)):
+    of_moves = operator in (*ORDERS, *MOVED)
+    if operator is _altered or (call.name not in _DRAWS and (call.name not in MOVES or of_moves)):
         yield from operator(call, earlier)
 
 

@@ -64,6 +64,10 @@ def _statistics(x: Tensor, dims: list[int]) -> Parts:
     return x, x.mean(dims, keepdim=True), x.var(dims, correction=0, keepdim=True)
 
 
+def _squares(x: Tensor, dims: list[int]) -> Parts:
+    return x, 0.0, x.square().mean(dims, keepdim=True)
+
+
 def _batch(given: dict[str, Any]) -> Parts:
     x = given["input"]
     if has_own_statistics("batch_norm", given):
@@ -87,8 +91,7 @@ def _layer(given: dict[str, Any]) -> Parts:
 
 
 def _root_mean_square(given: dict[str, Any]) -> Parts:
-    x = given["input"]
-    return x, 0.0, x.square().mean(_last(given), keepdim=True)
+    return _squares(given["input"], _last(given))
 
 
 def _last(given: dict[str, Any]) -> list[int]:
@@ -146,7 +149,7 @@ def _other_axes(name: str, given: dict[str, Any]) -> Iterator[tuple[int, ...]]:
 def _over(x: Tensor, axes: tuple[int, ...], parts: Parts) -> Parts:
     if isinstance(parts[1], Tensor):
         return _statistics(x, [*axes])
-    return x, 0.0, x.square().mean(axes, keepdim=True)
+    return _squares(x, [*axes])
 
 
 def _in_parts(count: int, parts: Parts) -> Parts:

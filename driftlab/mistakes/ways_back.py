@@ -20,7 +20,7 @@ from driftlab.blame import callers
 from driftlab.fold.layout import gradient_of
 from driftlab.mistakes.call_modes import Key, Operands
 from driftlab.network.calling import copied, seed_random_layers
-from driftlab.network.modules import is_torchs
+from driftlab.network.modules import calls_in_turn, is_torchs
 from driftlab.tracing.scopes import Scopes
 
 # For the two forward passes weights are moved by so much of their size, up and down.
@@ -96,7 +96,7 @@ class WaysBack:
 
     def with_code(self, module: str) -> str:
         """The module itself, or who calls the list of modules that it is."""
-        while module and type(self._modules[module]) is nn.Sequential:
+        while module and calls_in_turn(self._modules[module]):
             module = module.rpartition(".")[0]
         return module
 

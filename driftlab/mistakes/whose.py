@@ -14,7 +14,7 @@ from driftlab.mistakes.handed import Handed
 from driftlab.mistakes.mutant import HANDED, Mutant
 from driftlab.mistakes.mutations import ACTIVATED, INDICES, Another, Given
 from driftlab.mistakes.torch_call import Call
-from driftlab.network.modules import common, is_torchs, lies_in
+from driftlab.network.modules import calls_in_turn, common, is_torchs, lies_in
 from driftlab.tracing.scopes import Scopes
 
 
@@ -68,7 +68,7 @@ class Whose:
         *_, caller, own = [None, None, *self._scopes.entered]
         if caller is None or own is None or not any(value is t for t in own.given):
             return None
-        in_turn = type(self._network.get_submodule(caller.scope)) is nn.Sequential
+        in_turn = calls_in_turn(self._network.get_submodule(caller.scope))
         return (in_turn and self._part_that_made(value, caller.scope)) or caller.scope
 
     def _part_that_made(self, value: Tensor, module: str) -> str | None:

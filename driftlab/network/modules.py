@@ -96,6 +96,11 @@ def only_holds(module: nn.Module) -> bool:
     return made is vars(nn.Module)["forward"] and "forward" not in vars(module)
 
 
+def calls_in_turn(module: nn.Module) -> bool:
+    """Whether its code is that of a list of modules, of which each is given what the one before gave."""
+    return type(module) is nn.Sequential
+
+
 def called(network: nn.Module, module: str) -> str:
     """The module itself, or the one that calls what a list or a dict of modules holds."""
     while module and only_holds(network.get_submodule(module)):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from driftlab.network.modules import called, evaluates_otherwise, is_torchs, lies_in
+from driftlab.network.modules import called, calls_in_turn, evaluates_otherwise, is_torchs, lies_in
 from driftlab.network.pair import Pair
 from driftlab.tracing.searching import Exchanged
 from driftlab.words import Place
@@ -115,4 +115,4 @@ def _written(pair: Pair, module: str) -> str:
 
 
 def _is_in_turn(pair: Pair, module: str) -> bool:
-    return type(pair.reference.get_submodule(called(pair.reference, module))) is nn.Sequential
+    return calls_in_turn(pair.reference.get_submodule(called(pair.reference, module)))
