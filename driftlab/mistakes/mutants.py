@@ -145,7 +145,7 @@ class Mutants:
             twin: the network that runs.
             left: its buffers that a call changes, as it leaves them.
         """
-        together = self._together(), self._swapped.mutants(), self._choices.mutants(), in_turn(twin)
+        together = self._together(), in_turn(twin), self._swapped.mutants(), self._choices.mutants()
         self.unsigned += chain(*together, self._indices.mutants(), self._whose.handed())
         turned = turned_weights(twin) if self._within else ()
         for kind, changes in (
@@ -173,13 +173,17 @@ class Mutants:
 
     def is_near(self, mutant: Mutant) -> bool:
         """To the module that is thought of, or to who makes the value; all of a kind that has few."""
-        return mutant.kind in FEW or self._away(mutant) <= 1
+        return mutant.kind in FEW or self._away(mutant) <= 1 or self._is_where_it_stops(mutant)
 
     def _away(self, mutant: Mutant) -> int:
         return min(mutant.away(module) for module in self._nearest)
 
+    def _is_where_it_stops(self, mutant: Mutant) -> bool:
+        return not mutant.calls.isdisjoint(self._frontier)
+
     def _concerns(self, mutant: Mutant) -> bool:
-        return self._within is None or any(mutant.away(scope) <= 1 for scope in self._within)
+        near = self._within is None or any(mutant.away(scope) <= 1 for scope in self._within)
+        return near or self._is_where_it_stops(mutant)
 
     def _is_further_on(self, mutant: Mutant) -> bool:
         """Whether what lies between it and what the candidate comes by may be wrong as well."""

@@ -57,8 +57,8 @@ class Swapped:
     def __init__(self) -> None:
         self._steps: dict[int, _Step] = {}  # by the id of what it made
         self._pairs: list[tuple[_Step, _Step]] = []  # of one shape
-        self._chains: list[list[_Step]] = []  # the first is to be made last
-        self._reduced: list[list[_Step]] = []  # the last is to be made first
+        self._delayed: list[list[_Step]] = []  # the first is to be made last
+        self._hurried: list[list[_Step]] = []  # the last is to be made first
         self._made_in: dict[int, str] = {}  # by the id of what was made there
         self._summed: list[tuple[int, str, int, str]] = []
 
@@ -86,10 +86,12 @@ class Swapped:
     def _see_chain(self, step: _Step) -> None:
         chain = step.chain()
         for length, first in enumerate(chain, 1):
-            if first.reduces:
-                self._chains.append([*reversed(chain[:length]), step])
-            if step.reduces:
-                self._reduced.append([*reversed(chain[:length]), step])
+            steps = [*reversed(chain[:length]), step]
+            of_one_shape = length > 1 and all(one.keeps_shape for one in steps)
+            if first.reduces or of_one_shape:
+                self._delayed.append(steps)
+            if step.reduces or of_one_shape:
+                self._hurried.append(steps)
 
     def mutants(self) -> Iterator[Mutant]:
         """Each time a module does so, and once."""
@@ -98,9 +100,9 @@ class Swapped:
             alike[first.at, then.at, first.name, then.name].append((first, then))
         for pairs in alike.values():
             yield from (_both_ways(some) for some in (pairs, *([pair] for pair in pairs if len(pairs) > 1)))
-        for first, *rest in self._chains:
+        for first, *rest in self._delayed:
             yield _moved([first], rest[-1], f"`{first.name}` behind {_said(rest)}, not before")
-        for *rest, last in self._reduced:
+        for *rest, last in self._hurried:
             yield _moved(rest, last, f"`{last.name}` before {_said(rest)}, not behind")
         for number, scope, place, module in self._summed:
             words, kept = f"`{module.rpartition('.')[2]}` behind `add`, not before it", dict[str, Any]()

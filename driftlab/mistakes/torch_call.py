@@ -12,6 +12,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+# Of two values either may be the one that the other is spread over.
+_SPREAD = ("mul", "add")
 # Attributes of a tensor that are a call of it.
 TRANSPOSED = ("T", "mT", "H", "mH")
 
@@ -81,12 +83,15 @@ class Call:
     def goes_on_with(self) -> int | None:
         """Which of them it makes another of: of ``where(mask, x, y)`` the larger one; None of integers.
 
-        Of a weight and another value that one.
+        Of a weight and another value that one; so of a gate and what it is spread over.
         """
         place = 0
+        smaller = len(self.tensors) == 2 and self.tensors[0].numel() < self.tensors[1].numel()
         if self.name == "where" and len(self.tensors) == 3:
             place = 1 if self.tensors[1].numel() > self.tensors[2].numel() else 2
-        elif len(self.tensors) == 2 and isinstance(self.tensors[0], nn.Parameter):
+        elif len(self.tensors) == 2 and (
+            isinstance(self.tensors[0], nn.Parameter) or (smaller and self.name in _SPREAD)
+        ):
             place = 1
         floating = len(self.tensors) > place and self.tensors[place].is_floating_point()
         return place if floating else None

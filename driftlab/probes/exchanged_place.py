@@ -40,6 +40,14 @@ def _where(pair: Pair, place: Place, value: Exchanged, right: Callable[[str], bo
         return replace(place, module=_inside(pair, place.module, value.scopes))
     if several and place.module == "" and "" in value.scopes and _torchs(pair, value.scope):
         return place  # the network's own code does something before torch's layer
+    if (
+        several
+        and _has_no_weights(pair, value.scope)
+        and _written(pair, _caller(value.scope)) in value.scopes
+    ):
+        return replace(
+            place, module=_written(pair, _caller(value.scope)), candidate_module=value.candidate_scope
+        )
     if value.scopes == {value.scope} and right(value.scope) and lies_in(value.scope, place.module):
         return place
     return replace(place, module=called(pair.reference, value.scope), candidate_module=value.candidate_scope)
@@ -97,6 +105,12 @@ def with_code(pair: Pair, module: str) -> str:
 
 def _torchs(pair: Pair, module: str) -> bool:
     return is_torchs(pair.reference.get_submodule(module))
+
+
+def _has_no_weights(pair: Pair, module: str) -> bool:
+    """Of torch's own: it can hardly be written otherwise than right."""
+    weights = pair.reference.get_submodule(module).parameters()
+    return _torchs(pair, module) and next(weights, None) is None
 
 
 def _is_table(pair: Pair, module: str) -> bool:

@@ -71,23 +71,27 @@ def _exchanged(own: Kept, others: Kept, trial: Callable[..., Trial]) -> Exchange
         both = joined_otherwise(own, others, trial(BEFORE))
         if both is not None and both.spots[0] < spot and (both.cut or len(_scopes(own, both.spots)) <= 1):
             fed = not both.cut and fed_otherwise(own, others, trial(BEFORE), both.spots, both.number)
-            return replace(_joined(own, others, both), fed=fed)
+            return replace(_joined(own, others, both), fed=fed not in (False, None))
     asked = found is None or several or own.joins(int(spot))
     if asked and (other := given_otherwise(own, others, trial(BEFORE))) is not None:
         return _handed(own, others, *other)
     if found is None or (several and own.is_a_result(int(spot))):
         return None
-    if several or found.besides:
+    if found.besides:
         return found
-    fed = fed_otherwise(own, others, trial(BEFORE), [int(spot)], search.number, shared=False)
-    source = only_source(own, int(spot)) if fed else -1
-    if fed and not own.shared[source]:
-        return _made_before(own, found, source)
-    return replace(found, fed=fed)
+    begun, other = int(spot), search.number
+    while (other := fed_otherwise(own, others, trial(BEFORE), [begun], other, shared=False)) is not None:
+        source = only_source(own, begun)
+        if own.shared[source]:
+            return replace(found, fed=begun == spot and not several)
+        if several and others.shared[other]:  # which is handed in its place
+            break
+        begun = source
+    return found if begun == spot else _made_before(own, found, begun)
 
 
 def _made_before(own: Kept, found: Exchanged, source: int) -> Exchanged:
-    """Of a module that does its own work right, and is given what the candidate has not: who makes that.
+    """Of modules that do their own work right, and are given what the candidate has not: who makes that.
 
     As a norm of a stream whose last row alone is a result, which no mistake in the others comes to.
     """

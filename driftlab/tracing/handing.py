@@ -72,26 +72,26 @@ def _in_turns(own: Kept, others: Kept, source: int, other: int) -> Iterator[dict
 
 def fed_otherwise(
     own: Kept, others: Kept, trial: Trial, spots: Sequence[int], number: int, shared: bool = True
-) -> bool:
-    """Whether the module that makes these values, in a call each, does so of others of the candidate's.
+) -> int | None:
+    """Of which of the candidate's values the module that makes these, in a call each, would make ``number``.
 
     Of one value alone, so that its own work may be right; ``shared``: of one that both networks have.
     """
     module, sources = own.flow.values[spots[0]].scope, [only_source(own, spot) for spot in spots]
     if not all(source in own.tensors and (own.shared[source] or not shared) for source in sources):
-        return False
+        return None
     mine = joined_in_one(own, sources)
     taken = {
         n: i for source in sources for n, i in next(_in_modules(own, module, source), ("", {}))[1].items()
     }
     if mine is None or not taken:
-        return False
+        return None
     for other in islice(_steps_before(others, number, mine.tensor.numel()), OFFERED):
         parts = mine.parts(own, nearest(mine.tensor, others.tensors[other]))
         given = {n: (own.tensors[i], parts[own.original[i]]) for n, i in taken.items()}
         if trial.gives_theirs({}, given):
-            return True
-    return False
+            return other
+    return None
 
 
 def only_source(own: Kept, spot: int) -> int:

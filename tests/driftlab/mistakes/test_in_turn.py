@@ -86,7 +86,10 @@ class Flat(FlatPort):
 
 @pytest.mark.parametrize(
     ("fault", "module", "words"),
-    [("gate", "blocks.1", "`norm` behind `gate`"), ("norm", "head", "`pool` behind `norm`")],
+    [
+        ("gate", "blocks.1", "`mul` before `group_norm`, `tanh`, not behind"),
+        ("norm", "head", "`pool` behind `norm`"),
+    ],
 )
 def test_the_module_that_calls_both_is_named(fault, module, words):
     torch.manual_seed(1)
