@@ -145,7 +145,7 @@ class Mutants:
             twin: the network that runs.
             left: its buffers that a call changes, as it leaves them.
         """
-        together = self._together(), in_turn(twin), self._swapped.mutants(), self._choices.mutants()
+        together = self._together(), self._swapped.mutants(), self._choices.mutants(), in_turn(twin)
         self.unsigned += chain(*together, self._indices.mutants(), self._whose.handed())
         turned = turned_weights(twin) if self._within else ()
         for kind, changes in (

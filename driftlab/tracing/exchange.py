@@ -70,8 +70,8 @@ def _exchanged(own: Kept, others: Kept, trial: Callable[..., Trial]) -> Exchange
     if found is None or several:
         both = joined_otherwise(own, others, trial(BEFORE))
         if both is not None and both.spots[0] < spot and (both.cut or len(_scopes(own, both.spots)) <= 1):
-            fed = not both.cut and fed_otherwise(own, others, trial(BEFORE), both.spots, both.number)
-            return replace(_joined(own, others, both), fed=fed not in (False, None))
+            fed = None if both.cut else fed_otherwise(own, others, trial(BEFORE), both.spots, both.number)
+            return replace(_joined(own, others, both), fed=fed is not None)
     asked = found is None or several or own.joins(int(spot))
     if asked and (other := given_otherwise(own, others, trial(BEFORE))) is not None:
         return _handed(own, others, *other)
