@@ -24,6 +24,9 @@ from driftlab.tracing.searching import BEFORE, Exchanged, Search
 from driftlab.tracing.shared_rows import BothRows
 from driftlab.tracing.trial import Agrees, Trial
 
+# Where what a right module is given lies in more modules than these, it tells less than who makes the value.
+BEGINS = 3
+
 
 def exchanged(
     mine: Again,
@@ -87,7 +90,8 @@ def _exchanged(own: Kept, others: Kept, trial: Callable[..., Trial]) -> Exchange
         if several and others.shared[other]:  # which is handed in its place
             break
         begun = source
-    return found if begun == spot else _made_before(own, found, begun)
+    before = found if begun == spot else _made_before(own, found, begun)
+    return before if len(before.scopes) <= BEGINS else found
 
 
 def _made_before(own: Kept, found: Exchanged, source: int) -> Exchanged:

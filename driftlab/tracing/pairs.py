@@ -130,10 +130,10 @@ def _apart(pairs: Iterable[Pair], own: Kept, others: Kept) -> Iterator[tuple[Pai
 
 
 def orders(like: Tensor, values: Tensor) -> list[tuple[int, ...]]:
-    """How its axes may lie: as they do, and turned so that it has the shape, if it can have it."""
+    """How its axes may lie: so that it has the shape, if it can have it; else as they do, or any way."""
     as_it_lies = tuple(range(values.dim()))
     if values.dim() > AXES or values.numel() > LARGEST:
         return [as_it_lies]
     orders = list(permutations(as_it_lies))
     shaped = [order for order in orders if [values.shape[a] for a in order] == list(like.shape)]
-    return [as_it_lies, *(shaped or orders)]
+    return shaped or [as_it_lies, *orders]
