@@ -114,8 +114,8 @@ def _moves(call: Call) -> bool:
 
 
 def _gives_its_order(call: Call, out: Any) -> list[Tensor]:
-    """The operands whose order the result has: what is moved or joined, or taken number by number."""
-    if _moves(call):
+    """The operands whose order the result has: what is moved, joined or parted, or taken number by number."""
+    if _moves(call) or call.name in TAKES:
         return call.tensors
     alike = [t for t in call.tensors if isinstance(out, Tensor) and t.shape == out.shape]
     return alike if len(alike) == 1 else []

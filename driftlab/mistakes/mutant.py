@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -69,11 +69,9 @@ class Mutant:
         """The module in which the first call is made."""
         return self.scope if self.made_in is None else self.made_in
 
-    def away(self, module: str) -> int:
-        """How many steps lie between it and a module."""
-        shared = common([self.at, module])
-        steps = sum(n.count(".") + bool(n) for n in (self.at, module))
-        return steps - 2 * (shared.count(".") + bool(shared))
+    def away(self, module: str, depths: Mapping[str, int]) -> int:
+        """How many steps lie between it and a module, by how deep each module lies."""
+        return depths[self.at] + depths[module] - 2 * depths[common([self.at, module])]
 
     @property
     def said(self) -> str:

@@ -41,6 +41,7 @@ from driftlab.mistakes.weight_mutations import (
     weight_mutations,
 )
 from driftlab.mistakes.whose import Whose
+from driftlab.network.modules import only_holds
 from driftlab.tracing.prints import Seen
 from driftlab.tracing.scopes import Entered, Scopes
 from driftlab.tracing.searching import Exchanged
@@ -80,6 +81,7 @@ class Mutants:
         value: Exchanged | None = None,
     ):
         self._names, self._scopes, self._near = names, scopes, near
+        self._depths = _depths(network)
         self._within = None if value is None else {near or value.scope, value.scope, *value.scopes}
         self._between = frozenset() if value is None else value.scopes
         self._nearest = (near,) if value is None else (near, value.scope)
@@ -133,7 +135,9 @@ class Mutants:
                 self.unsigned.append(mutant)
             elif comes_by(self._seen, made, self._rows):
                 self.signs.append(mutant)
-            elif mutant.away(self._near) <= 1 or (number in self._beyond and mutant.at in self._between):
+            elif mutant.away(self._near, self._depths) <= 1 or (
+                number in self._beyond and mutant.at in self._between
+            ):
                 self.unsigned.append(mutant)
         self.unsigned += (m for m, *_ in self._mutated.of(here, NEUTRAL, call, earlier, out))
         return out
@@ -176,13 +180,13 @@ class Mutants:
         return mutant.kind in FEW or self._away(mutant) <= 1 or self._is_where_it_stops(mutant)
 
     def _away(self, mutant: Mutant) -> int:
-        return min(mutant.away(module) for module in self._nearest)
+        return min(mutant.away(module, self._depths) for module in self._nearest)
 
     def _is_where_it_stops(self, mutant: Mutant) -> bool:
         return not mutant.calls.isdisjoint(self._frontier)
 
     def _concerns(self, mutant: Mutant) -> bool:
-        near = self._within is None or any(mutant.away(scope) <= 1 for scope in self._within)
+        near = self._within is None or any(mutant.away(scope, self._depths) <= 1 for scope in self._within)
         return near or self._is_where_it_stops(mutant)
 
     def _is_further_on(self, mutant: Mutant) -> bool:
@@ -198,6 +202,15 @@ class Mutants:
                 # who parts what it is given, or nobody
                 by = self._whose.hands_on(scope) if in_one_call else scope
                 yield Mutant(by, words, TOGETHER, frozenset(made), change, made_in=scope)
+
+
+def _depths(network: nn.Module) -> dict[str, int]:
+    """In how many modules each lies; lists of modules, which have no code, are none."""
+    found = {"": 0}
+    for name, module in network.named_modules():
+        if name:
+            found[name] = found[name.rpartition(".")[0]] + (not only_holds(module))
+    return found
 
 
 def _instead(made: Mapping[int, Tensor], number: int, *others: Any) -> Tensor:

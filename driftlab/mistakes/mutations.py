@@ -156,6 +156,16 @@ def _dims(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
         yield f"`{call.name}` along dimension {dim}", lambda dim=dim: call.with_argument(1, "dim", dim)
 
 
+def _accumulated(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
+    """A running sum that leaves out what it has come to, or where it begins; or that begins at the end."""
+    if call.name != "cumsum" or not call.tensors or not call.tensors[0].is_floating_point():
+        return
+    x, out, dim = call.tensors[0], call.run(), call.argument(1, "dim")
+    yield "`cumsum` up to what comes before", lambda: out - x
+    yield "`cumsum` without the first", lambda: out - x.narrow(dim, 0, 1)
+    yield "`cumsum` from the end", lambda: call.with_tensor(0, x.flip(dim)).run().flip(dim)
+
+
 def _turned(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """An operand in another order."""
     for place, tensor in enumerate(call.tensors):
@@ -256,7 +266,7 @@ def _which(call: Call, place: int) -> str:
 
 INDICES, ACTIVATED = _integers, _activated
 SETTINGS = (
-    *(_altered, _corrected, INDICES, parts_exchanged, _left_out, _dims),
+    *(_altered, _corrected, INDICES, parts_exchanged, _left_out, _dims, _accumulated),
     *(bordered, dilated, turned_kernel, normed_otherwise, pooled_otherwise),
 )
 OPERANDS = (_exchanged, _terms, _turned, _others, _normed_alone, _activated, cut_elsewhere)

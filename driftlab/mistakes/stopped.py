@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -70,7 +70,8 @@ def stopped(
         return through
     words = "a gradient of `autograd.grad` that is a constant would do that"
     if constant := _in_places(ways, WithoutGraph, lacks, words):
-        return constant
+        of_inputs = {name: lack for name, lack in lacks.items() if name.isdigit()}
+        return replace(constant, of_weight=_norm(of_inputs) <= LEFT * _norm(lacks))
     operands = ways.sent()
     told = ways.told(operands, lacks) if operands else []
     fixed = "held fixed on the way back, would do that"
