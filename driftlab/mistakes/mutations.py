@@ -264,7 +264,7 @@ def _which(call: Call, place: int) -> str:
     return f"operand {place + 1} of" if len(call.tensors) > 1 else "the operand of"
 
 
-INDICES, ACTIVATED = _integers, _activated
+INDICES, ACTIVATED, TURNED = _integers, _activated, _turned
 SETTINGS = (
     *(_altered, _corrected, INDICES, parts_exchanged, _left_out, _dims, _accumulated),
     *(bordered, dilated, turned_kernel, normed_otherwise, pooled_otherwise),

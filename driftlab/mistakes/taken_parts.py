@@ -10,6 +10,8 @@ from torch import Tensor
 from driftlab.mistakes.orders import Mutation
 from driftlab.mistakes.torch_call import Call
 
+_MOVED = (("one earlier", -1), ("one later", 1), ("two earlier", -2), ("two later", 2))
+
 
 def parts_exchanged(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """Gate and up, or query and key, in the other order."""
@@ -23,17 +25,38 @@ def parts_exchanged(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]
 
 
 def cut_elsewhere(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """A slice that leaves out at the other end what it leaves out."""
-    if call.name != "getitem" or len(call.args) != 2:
-        return
-    x, index = call.args
+    """A slice that leaves out at the other end what it leaves out, or begins one earlier or later."""
+    if call.name == "getitem" and len(call.args) == 2:
+        yield from _other_slices(*call.args)
+    elif call.name in ("split", "split_with_sizes", "chunk", "tensor_split"):
+        yield from _other_parts(call)
+
+
+def _other_slices(x: Tensor, index: object) -> Iterator[Mutation]:
     parts = index if isinstance(index, tuple) else (index,)
     for place, axis in _sliced(parts, x.dim()):
-        start, stop, step = parts[place].indices(x.shape[axis])
-        other = slice(x.shape[axis] - stop, x.shape[axis] - start)
-        if step == 1 and start < stop and (other.start, other.stop) != (start, stop):
-            changed = (*parts[:place], other, *parts[place + 1 :])
-            yield "a slice from the other end", lambda changed=changed: x[changed]
+        size = x.shape[axis]
+        start, stop, step = parts[place].indices(size)
+        if step != 1 or start >= stop:
+            continue
+        others = {"a slice from the other end": (size - stop, size - start)}
+        others |= {f"a slice {words}": (start + by, stop + by) for words, by in _MOVED}
+        for words, (begin, end) in others.items():
+            if begin >= 0 and end <= size and begin != start:
+                changed = (*parts[:place], slice(begin, end), *parts[place + 1 :])
+                yield words, lambda changed=changed: x[changed]
+
+
+def _other_parts(call: Call) -> Iterator[Mutation]:
+    x, parts = call.tensors[0], list(call.run())
+    axis = next((a for a in range(x.dim()) if any(p.shape[a] != x.shape[a] for p in parts)), 0)
+    starts = [sum(p.shape[axis] for p in parts[:at]) for at in range(len(parts))]
+    for at, (start, part) in enumerate(zip(starts, parts, strict=True)):
+        for words, by in _MOVED:
+            if start + by >= 0 and start + by + part.shape[axis] <= x.shape[axis]:
+                moved = x.narrow(axis, start + by, part.shape[axis])
+                made = (*parts[:at], moved, *parts[at + 1 :])
+                yield f"part {at + 1} of `{call.name}` {words}", lambda made=made: made
 
 
 def _sliced(parts: tuple, axes: int) -> Iterator[tuple[int, int]]:

@@ -10,9 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from driftlab.mistakes.call_modes import floating, parts
+from driftlab.mistakes.frontier import TAKES
 from driftlab.mistakes.handed import Handed
 from driftlab.mistakes.mutant import HANDED, Mutant
-from driftlab.mistakes.mutations import ACTIVATED, INDICES, Another, Given
+from driftlab.mistakes.mutations import ACTIVATED, INDICES, TURNED, Another, Given
+from driftlab.mistakes.orders import ORDERS
 from driftlab.mistakes.torch_call import Call
 from driftlab.network.modules import calls_in_turn, common, is_torchs, lies_in
 from driftlab.tracing.scopes import Scopes
@@ -31,18 +33,25 @@ class Whose:
         self._another: dict[Mutant, Another] = {}  # of an operand
         self._taken: dict[int, set[int]] = {}  # by the number of a call, the ids of what it takes
         self._made_by: dict[int, str] = {}  # by the id of a value, the module
+        # a recurrent layer, by the number of a call that takes one direction of it, and by the id of that
+        self._directions: dict[int, str] = {}
 
     def see(
         self, number: int, scope: str, line: tuple, call: Call, out: Any, earlier: Sequence[Tensor]
     ) -> None:
         self._lines_of[scope].add(line)
         self._taken[number] = set(map(id, floating(call.tensors)))  # alive in ``earlier``
+        maker = self._made_by.get(id(call.tensors[0]), "") if call.name in TAKES and call.tensors else ""
+        if isinstance(self._network.get_submodule(maker), nn.RNNBase):
+            self._directions |= dict.fromkeys((number, *map(id, floating(parts(out)))), maker)
         self._made_by |= dict.fromkeys(map(id, floating(parts(out))), scope)
         self._handed.see(number, call, out, self._scopes.entered, earlier)
 
     def hands_on(self, scope: str) -> str:
-        """The module whose code hands on what is taken there."""
-        return scope.rpartition(".")[0] if is_torchs(self._network.get_submodule(scope)) else scope
+        """The module whose code hands on what is taken there; of parts called in turn nobody's, so itself."""
+        caller = scope.rpartition(".")[0]
+        in_turn = calls_in_turn(self._network.get_submodule(caller))
+        return caller if is_torchs(self._network.get_submodule(scope)) and not in_turn else scope
 
     def of_operand(self, mutant: Mutant, make: Callable[[], Any], scope: str) -> Mutant:
         """The mutant of a call at work now, by who is to blame for what it is given.
@@ -55,6 +64,8 @@ class Whose:
             return mutant
         if isinstance(make.own, nn.Parameter):
             return replace(mutant, scope=scope, made_in=None)
+        if mutant.kind is TURNED and (layer := self._directions.get(id(make.own))):
+            return replace(mutant, scope=layer)
         if isinstance(make, Another):
             by, has_both = self._handed.by(make, self._scopes.entered)
             mutant = replace(mutant, scope=mutant.scope if by is None else by, has_both=has_both)
@@ -93,7 +104,10 @@ class Whose:
         """The same; of one operand of several that take a value its module's, and not of who hands it on.
 
         Nor of a loop's that hands both to each of its layers, nor of one that gets but the one to hand on.
+        One direction of a recurrent layer that is turned is that layer's, which turns it back itself.
         """
+        if mutant.kind in ORDERS and (layers := {self._directions.get(n) for n in mutant.calls} - {None}):
+            return replace(mutant, scope=layers.pop(), made_in=mutant.at)
         if mutant.kind == HANDED and mutant.has_both and self._is_in_a_list(mutant.at):
             return replace(mutant, scope=mutant.at)
         if (make := self._another.get(mutant)) is None:

@@ -50,7 +50,8 @@ def where_a_gradient_stops(
     if taken := _taken_by(pair, stop, place.module):
         at = at_one_change(pair, taken, pass_)
         return replace(at, candidate_module=place.candidate_module), largest
-    if len(stop.between) > 1 and (inner := parted_inside(found, at.module, wrong)):
+    inner = parted_inside(found, at.module, wrong) if len(stop.between) > 1 else None
+    if inner and any(lies_in(inner.module, m) for m in stop.between - {stop.scope}):
         return at_one_change(pair, inner.module, pass_), largest
     if place.module == at.module and at.candidate_module is None:
         at = replace(at, candidate_module=place.candidate_module)
