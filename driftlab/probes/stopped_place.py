@@ -76,7 +76,7 @@ def _taken_by(pair: Pair, stop: Stop, module: str) -> str | None:
     in_turn = isinstance(pair.reference.get_submodule(other.rpartition(".")[0]), nn.ModuleList)
     if lies_in(module, other):
         return with_code(pair, module) if in_turn or not stop.scope else None
-    return (stop.taker if lies_in(stop.taker, other) else other) if in_turn else None
+    return (stop.taker if lies_in(stop.taker, other) else other) if in_turn or not stop.scope else None
 
 
 def _largest(wrong: list[Difference]) -> Difference:
