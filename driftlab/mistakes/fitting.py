@@ -26,7 +26,7 @@ from driftlab.mistakes.call_modes import Calls, Change, floating
 from driftlab.mistakes.explanations import spelled
 from driftlab.mistakes.frontier import Frontier
 from driftlab.mistakes.mutant import NUMBER, Mutant
-from driftlab.mistakes.mutants import Mutants
+from driftlab.mistakes.mutants import RANKS, Mutants
 from driftlab.mistakes.torch_call import Call
 from driftlab.network.calling import copied
 from driftlab.network.compiled import eager
@@ -74,11 +74,11 @@ def fitting(
     sides = (mutants.found, SIGNED), (mutants.signs, SIGNED), (mutants.unsigned, UNSIGNED)
     made_up: list[Mutant] = []
     left = {SIGNED: signed}
-    for nearby in (True, False):
-        left[UNSIGNED] = unsigned  # those further off have as many again
+    for rank in range(RANKS):  # those further off have as many again, or a quarter
+        left[UNSIGNED], left[SIGNED] = unsigned, max(left[SIGNED], signed / 4)
         for some, budget in sides:
             trials.runs = left[budget]
-            fit = trials.fitting([m for m in some if mutants.is_near(m) is nearby], mutants)
+            fit = trials.fitting([m for m in some if mutants.rank(m) == rank], mutants)
             left[budget] = trials.runs
             if any(map(_is_told, fit)):
                 return fit

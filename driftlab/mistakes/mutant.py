@@ -17,6 +17,7 @@ from driftlab.network.modules import common, lies_in
 
 NUMBER, WEIGHTS, TOGETHER, INDEX, HANDED = "another number", "weights", "together", "index", "handed"
 FREQUENCY, MODE, GATE = "another frequency", "the other mode", "another gate"
+EXCHANGED = "exchanged"
 
 # So many tensors of integers are told apart: a loop may make new ones without end.
 MOST = 32
@@ -75,7 +76,7 @@ class Mutant:
 
     @property
     def said(self) -> str:
-        several = len(self.calls) > 1 and self.kind not in (TOGETHER, INDEX, HANDED)
+        several = len(self.calls) > 1 and self.kind not in (TOGETHER, INDEX, HANDED, EXCHANGED)
         return f"{self.words}, each time" if several else self.words
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from driftlab.blame import caller, module_at_work
 from driftlab.mistakes.call_modes import parts
 from driftlab.mistakes.choices import Choices
+from driftlab.mistakes.exchanged_values import ExchangedValues
 from driftlab.mistakes.frontier import Frontier, comes_by, same_numbers
 from driftlab.mistakes.gates import other_gates
 from driftlab.mistakes.in_turn import in_turn
@@ -47,6 +48,7 @@ from driftlab.tracing.scopes import Entered, Scopes
 from driftlab.tracing.searching import Exchanged
 
 FEW = (FREQUENCY, MODE)
+RANKS = 3
 
 
 class Mutants:
@@ -95,6 +97,7 @@ class Mutants:
         self.calls = self.elements = 0
         self._mutated = Mutated()
         self._indices, self._swapped, self._choices = Indices(), Swapped(), Choices()
+        self._exchanged = ExchangedValues()
         self._whose = Whose(network, scopes)
         self._norms: defaultdict[tuple, dict[int, Call]] = defaultdict(dict)  # by the module and the weight
         self._callers: defaultdict[str, list[Entered]] = defaultdict(list)  # of each call of a norm
@@ -108,8 +111,10 @@ class Mutants:
         self.lines[line].setdefault(scope, set()).add(number)
         self._indices.see(number, scope, call)
         self._whose.see(number, scope, line[:-1], call, out, earlier)
-        self._swapped.see(number, scope, self._whose.hands_on(scope), call, out)
+        by = self._whose.hands_on(scope)
+        self._swapped.see(number, scope, by, call, out)
         self._choices.see(number, scope, call, out)
+        self._exchanged.see(number, by, self._scopes.entered, line, call, out, earlier)
         kept = number in self._frontier
         if not kept and self._had.get(number) and scope != self._turned:  # the candidate's call is right
             return out
@@ -150,7 +155,8 @@ class Mutants:
             left: its buffers that a call changes, as it leaves them.
         """
         together = self._together(), self._swapped.mutants(), self._choices.mutants(), in_turn(twin)
-        self.unsigned += chain(*together, self._indices.mutants(), self._whose.handed())
+        exchanged = self._exchanged.mutants(lambda number: self._had.get(number) is False)
+        self.unsigned += chain(*together, exchanged, self._indices.mutants(), self._whose.handed())
         turned = turned_weights(twin) if self._within else ()
         for kind, changes in (
             (WEIGHTS, chain(weight_mutations(twin, left), turned)),
@@ -175,9 +181,14 @@ class Mutants:
         """The same of calls of several modules."""
         return self._whose.of_all(mutant, calls)
 
-    def is_near(self, mutant: Mutant) -> bool:
-        """To the module that is thought of, or to who makes the value; all of a kind that has few."""
-        return mutant.kind in FEW or self._away(mutant) <= 1 or self._is_where_it_stops(mutant)
+    def rank(self, mutant: Mutant) -> int:
+        """0 near the module that is thought of, or who makes the value, and of a kind that has few.
+
+        1 where the candidate stops to come by what the reference makes, 2 elsewhere.
+        """
+        if mutant.kind in FEW or self._away(mutant) <= 1:
+            return 0
+        return 1 if self._is_where_it_stops(mutant) else 2
 
     def _away(self, mutant: Mutant) -> int:
         return min(mutant.away(module, self._depths) for module in self._nearest)

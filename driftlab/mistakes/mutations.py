@@ -20,6 +20,7 @@ from driftlab.mistakes.dilations import dilated, turned_kernel
 from driftlab.mistakes.norms import normed_otherwise
 from driftlab.mistakes.orders import MOVES, ORDERS, Mutation, turnings
 from driftlab.mistakes.pools import pooled_otherwise
+from driftlab.mistakes.resized import resized_otherwise
 from driftlab.mistakes.taken_parts import cut_elsewhere, parts_exchanged
 from driftlab.mistakes.torch_call import Call
 
@@ -265,9 +266,11 @@ def _which(call: Call, place: int) -> str:
 
 
 INDICES, ACTIVATED, TURNED = _integers, _activated, _turned
+# Those of few calls first.
 SETTINGS = (
-    *(_altered, _corrected, INDICES, parts_exchanged, _left_out, _dims, _accumulated),
-    *(bordered, dilated, turned_kernel, normed_otherwise, pooled_otherwise),
+    *(pooled_otherwise, resized_otherwise, _accumulated),
+    *(_altered, _corrected, INDICES, parts_exchanged, _left_out, _dims),
+    *(bordered, dilated, turned_kernel, normed_otherwise),
 )
 OPERANDS = (_exchanged, _terms, _turned, _others, _normed_alone, _activated, cut_elsewhere)
 NEUTRAL, MOVED = (_neutral,), (_moved,)

@@ -24,7 +24,7 @@ from driftlab.network.modules import calls_in_turn, is_torchs
 from driftlab.tracing.scopes import Scopes
 
 # For the two forward passes weights are moved by so much of their size, up and down.
-MOVED = 1e-6
+MOVED = 1e-8
 # One direction fixes the factor of an operand; two more confirm it by chance in about 1 case of 1e8.
 DIRECTIONS = 3
 # Gradients that are kept, as numbers of 8 bytes: of a network that sends more back nothing is told.

@@ -35,10 +35,10 @@ def where_a_gradient_stops(
         module: the owner of what is wrong.
         by_the_flow: tells the place without that.
     """
-    pair, pass_ = found.pair, "weight gradient" if stop.of_weight else "input gradient"
+    owned = bool(module) and module == stop.scope  # what it sends on is right
+    pair, pass_ = found.pair, "weight gradient" if stop.of_weight or owned else "input gradient"
     at, largest = at_one_change(pair, stop.scope, pass_), _largest(wrong)
-    owned = stop.of_weight and module and module == stop.scope
-    if owned or (len(stop.between) < 2 and at.candidate_module is not None):
+    if (stop.of_weight and owned) or (len(stop.between) < 2 and at.candidate_module is not None):
         return at, largest
     place, difference = by_the_flow()
     known = (module, place.module) if stop.of_weight else (place.module, module)
