@@ -28,7 +28,8 @@ WRITTEN = (
     *("twenty_seventh", "twenty_eighth", "twenty_ninth", "thirtieth", "thirty_first", "thirty_second"),
     *("thirty_third", "thirty_fourth", "thirty_fifth", "thirty_sixth", "thirty_seventh", "thirty_eighth"),
     *("thirty_ninth", "fortieth", "forty_first", "forty_second", "forty_third", "forty_fourth"),
-    *("forty_fifth", "forty_sixth", "forty_seventh", "forty_eighth"),
+    *("forty_fifth", "forty_sixth", "forty_seventh", "forty_eighth", "forty_ninth", "fiftieth"),
+    *("fifty_first", "fifty_second", "fifty_third"),
 )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from driftlab.mistakes.mutant import HANDED, Mutant
-from driftlab.mistakes.mutations import Another, last_alike
+from driftlab.mistakes.operands import Another, last_alike
 from driftlab.mistakes.orders import MOVES
 from driftlab.mistakes.torch_call import Call
 from driftlab.network.modules import lies_in

@@ -24,15 +24,9 @@ from driftlab.mistakes.gates import other_gates
 from driftlab.mistakes.in_turn import in_turn
 from driftlab.mistakes.mutant import FREQUENCY, GATE, MODE, NUMBER, TOGETHER, WEIGHTS, Indices, Mutant
 from driftlab.mistakes.mutated import Mutated, with_another_number
-from driftlab.mistakes.mutations import (
-    JOINED,
-    MOVED,
-    NEUTRAL,
-    OPERANDS,
-    SETTINGS,
-    normed_together,
-)
-from driftlab.mistakes.orders import ORDERS
+from driftlab.mistakes.mutations import JOINED, SETTINGS, normed_together
+from driftlab.mistakes.operands import MOVED, NEUTRAL, OPERANDS
+from driftlab.mistakes.orders import MASKS, ORDERS
 from driftlab.mistakes.swapped import Swapped
 from driftlab.mistakes.torch_call import Call
 from driftlab.mistakes.weight_mutations import (
@@ -125,7 +119,8 @@ class Mutants:
                     self.signs.append(self._whose.of_operand(mutant, make, scope))
         concerns = self._concerns(here)
         if kept and self._frontier[number] and (concerns or self._turned is not None):
-            self.unsigned += (m for m, *_ in self._mutated.of(here, ORDERS, call, earlier, out))
+            operators = (*ORDERS, *MASKS)
+            self.unsigned += (m for m, *_ in self._mutated.of(here, operators, call, earlier, out))
         if not concerns:
             return out
         if call.name in JOINED:
@@ -218,7 +213,7 @@ class Mutants:
 def _depths(network: nn.Module) -> dict[str, int]:
     """In how many modules each lies; lists of modules, which have no code, are none."""
     found = {"": 0}
-    for name, module in network.named_modules():
+    for name, module in network.named_modules(remove_duplicate=False):
         if name:
             found[name] = found[name.rpartition(".")[0]] + (not only_holds(module))
     return found

@@ -1,37 +1,32 @@
-"""Mistakes that one call of torch may hold: a term left out, an operand in another order, or another value.
+"""Mistakes that one call of torch may hold: another setting, a call left out, integers that are one off.
 
 They are mutation operators, as mutation testing has them, for numerical code. Those of ``SETTINGS`` are tried
-wherever they can be; of those of ``OPERANDS`` there are too many, so that each needs a sign of it.
+wherever they can be; of those of ``operands.OPERANDS`` there are too many, so that each needs a sign of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import combinations, permutations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from driftlab.mistakes.alterations import ALTERATIONS, FORMS, weighted
+from driftlab.mistakes.alterations import ALTERATIONS
 from driftlab.mistakes.borders import bordered
 from driftlab.mistakes.dilations import dilated, turned_kernel
 from driftlab.mistakes.norms import normed_otherwise
-from driftlab.mistakes.orders import MOVES, ORDERS, Mutation, turnings
+from driftlab.mistakes.operands import MOVED, with_operand
+from driftlab.mistakes.orders import MOVES, ORDERS, Mutation, moved_on
 from driftlab.mistakes.pools import pooled_otherwise
 from driftlab.mistakes.resized import resized_otherwise
-from driftlab.mistakes.taken_parts import cut_elsewhere, parts_exchanged
+from driftlab.mistakes.taken_parts import parts_exchanged
 from driftlab.mistakes.torch_call import Call
 
 Operator = Callable[[Call, Sequence[Tensor]], Iterator[Mutation]]
-# An operand may be one of so many values of its shape, of those that were made before it the latest.
-OTHERS = 16
 _DRAWS = ("dropout", "rand", "randn", "randint", "bernoulli", "multinomial", "normal", "alpha_dropout")
 _ALONG = ("sum", "mean", "softmax", "log_softmax", "amax", "amin", "logsumexp", "cumsum", "std", "var")
-_BOTH_WAYS = ("add", "mul", "maximum", "minimum")
 JOINED = ("batch_norm", "group_norm")
-_SUMS = ("add", "sub", "rsub", "lerp", "addcmul", "addmm", "baddbmm")
 # These take any integers, or refuse those that are none of theirs. The kernel of a recurrent layer, given
 # other lengths, writes where it may not.
 _CHECKED = (
@@ -121,12 +116,14 @@ def _integers(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """Positions that are one off or of the other sign, a mask that is inverted or nowhere."""
     for place, tensor in enumerate(call.tensors if checks_integers(call) else ()):
         if tensor.dtype is torch.bool:
-            yield _with(call, place, "inverted", ~tensor)
-            yield _with(call, place, "that is false everywhere", torch.zeros_like(tensor))
+            yield with_operand(call, place, "inverted", ~tensor)
+            yield with_operand(call, place, "that is false everywhere", torch.zeros_like(tensor))
+            for words, moved in moved_on(tensor):
+                yield with_operand(call, place, words, moved)
         elif not tensor.is_floating_point() and not tensor.is_complex():
-            yield _with(call, place, "negated", -tensor)
-            yield _with(call, place, "one more", tensor + 1)
-            yield _with(call, place, "one less", tensor - 1)
+            yield with_operand(call, place, "negated", -tensor)
+            yield with_operand(call, place, "one more", tensor + 1)
+            yield with_operand(call, place, "one less", tensor - 1)
 
 
 def _corrected(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
@@ -140,15 +137,6 @@ def _corrected(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     for words, factor in (("n - 1, not n", n / (n - 1)), ("n, not n - 1", (n - 1) / n)) if n > 1 else ():
         made = out * factor**power
         yield f"`{call.name}` over {words}", lambda made=made: (made, *rest) if rest else made
-
-
-def _terms(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """An operand that is nothing, or has the other sign."""
-    for place, tensor in enumerate(call.tensors):
-        if tensor.is_floating_point():
-            yield _with(call, place, "negated", -tensor)
-            if len(call.tensors) > 1:
-                yield _with(call, place, "left out", torch.zeros_like(tensor))
 
 
 def _dims(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
@@ -167,110 +155,10 @@ def _accumulated(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     yield "`cumsum` from the end", lambda: call.with_tensor(0, x.flip(dim)).run().flip(dim)
 
 
-def _turned(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """An operand in another order."""
-    for place, tensor in enumerate(call.tensors):
-        for words, turned in turnings(tensor) if tensor.is_floating_point() else ():
-            yield _with(call, place, words, turned)
-
-
-def _exchanged(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """Two operands each in the other's place."""
-    for (i, one), (j, other) in combinations(enumerate(call.tensors), 2):
-        floating = one.is_floating_point() and other.is_floating_point()
-        if floating and one.shape == other.shape and call.name not in _BOTH_WAYS:
-            words = f"operands {i + 1} and {j + 1} of `{call.name}` exchanged"
-            yield words, call.with_tensor(i, other).with_tensor(j, one).run
-
-
-def _neutral(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """A term of a sum that is nothing, a factor that is one."""
-    own = {"mul": (0, 1), "div": (1,)}.get(call.name, range(3) if call.name in _SUMS else ())
-    made, word = (torch.zeros_like, "left out") if call.name in _SUMS else (torch.ones_like, "taken as one")
-    for place, tensor in enumerate(call.tensors):
-        if place in own and tensor.is_floating_point():
-            yield _with(call, place, word, made(tensor))
-
-
-def last_alike(tensor: Tensor, earlier: Sequence[Tensor]) -> list[int]:
-    """Where the last others of its shape stand among those that were made before, from the last one back."""
-    alike = [at for at, t in enumerate(earlier) if t.shape == tensor.shape and t is not tensor]
-    return alike[: -OTHERS - 1 : -1]
-
-
-@dataclass(frozen=True)
-class Given:
-    """The call with something else for one of its operands."""
-
-    call: Call
-    place: int
-    value: Tensor
-
-    def __call__(self) -> Any:
-        return self.changed.run()
-
-    @property
-    def changed(self) -> Call:
-        return self.call.with_tensor(self.place, self.value)
-
-    @property
-    def own(self) -> Tensor:
-        """What stands there."""
-        return self.call.tensors[self.place]
-
-
-class Another(Given):
-    """With another value, of those that were made before."""
-
-
-def _others(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """Another value for an operand."""
-    for place, tensor in enumerate(call.tensors):
-        for at in last_alike(tensor, earlier) if tensor.is_floating_point() else ():
-            words = f"{_which(call, place)} `{call.name}` that is another value"
-            yield words, Another(call, place, earlier[at])
-
-
-def _moved(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """Another value that is only moved: of all that its takers are given the first."""
-    if call.name in MOVES:
-        yield from _others(call, earlier)
-
-
-def _activated(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """What a layer with a weight is given, or what it gives, through one more activation."""
-    if weighted(call) is None:
-        return
-    for words in ("ReLU", "SiLU", "gelu"):
-        yield _with(call, 0, f"through {words}", FORMS[words](call.tensors[0]))
-        yield f"the result of `{call.name}` through {words}", lambda form=FORMS[words]: form(call.run())
-
-
-def _normed_alone(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """Of a sum that is normed one term alone is, and the other added to that."""
-    if not call.name.endswith("_norm") or not call.tensors:
-        return
-    x = call.tensors[0]
-    for one, other in permutations([earlier[at] for at in last_alike(x, earlier)], 2):
-        if torch.equal(one + other, x):
-            words = f"a residual that `{call.name}` does not norm"
-            yield words, lambda one=one, other=other: one + call.with_tensor(0, other).run()
-
-
-def _with(call: Call, place: int, words: str, tensor: Tensor) -> Mutation:
-    return f"{_which(call, place)} `{call.name}` {words}", Given(call, place, tensor)
-
-
-def _which(call: Call, place: int) -> str:
-    return f"operand {place + 1} of" if len(call.tensors) > 1 else "the operand of"
-
-
-INDICES, ACTIVATED, TURNED = _integers, _activated, _turned
+INDICES = _integers
 # Those of few calls first.
 SETTINGS = (
     *(pooled_otherwise, resized_otherwise, _accumulated),
     *(_altered, _corrected, INDICES, parts_exchanged, _left_out, _dims),
     *(bordered, dilated, turned_kernel, normed_otherwise),
 )
-OPERANDS = (_exchanged, _terms, _turned, _others, _normed_alone, _activated, cut_elsewhere)
-NEUTRAL, MOVED = (_neutral,), (_moved,)

@@ -127,4 +127,19 @@ def _shuffled(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     yield "the channels of `pixel_shuffle` last, columns first", lambda: call.with_tensor(0, both).run()
 
 
+def moved_on(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A mask along its last dimension, with its edge once more."""
+    if mask.dim() and mask.shape[-1] > 2 and bool(((mask == 0) | (mask == 1)).all()):
+        yield "moved on by one", torch.cat([mask[..., :1], mask[..., :-1]], -1)
+        yield "moved back by one", torch.cat([mask[..., 1:], mask[..., -1:]], -1)
+
+
+def _moved_on(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
+    """A result that is a mask."""
+    out = call.run()
+    for words, moved in moved_on(out) if isinstance(out, Tensor) else ():
+        yield f"the result of `{call.name}` {words}", lambda moved=moved: moved
+
+
 ORDERS = (_regrouped, _not_moved, _copied, _shuffled, _turned)
+MASKS = (_moved_on,)

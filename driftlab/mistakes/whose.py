@@ -13,7 +13,8 @@ from driftlab.mistakes.call_modes import floating, parts
 from driftlab.mistakes.frontier import TAKES
 from driftlab.mistakes.handed import Handed
 from driftlab.mistakes.mutant import HANDED, Mutant
-from driftlab.mistakes.mutations import ACTIVATED, INDICES, TURNED, Another, Given
+from driftlab.mistakes.mutations import INDICES
+from driftlab.mistakes.operands import ACTIVATED, TURNED, Another, Given
 from driftlab.mistakes.orders import ORDERS
 from driftlab.mistakes.torch_call import Call
 from driftlab.network.modules import calls_in_turn, common, is_torchs, lies_in

@@ -34,6 +34,9 @@ def _where(pair: Pair, place: Place, value: Exchanged, right: Callable[[str], bo
     if value.scopes == {value.scope} and its_work_is_right:
         at = _written(pair, _caller(value.scope))
         return replace(place, module=at, candidate_module=value.candidate_scope)
+    if value.in_part and _works_by_rows(pair, value.scope):  # it is given other rows, or fewer
+        at = _written(pair, _caller(value.scope))
+        return replace(place, module=at, candidate_module=value.candidate_scope)
     several = len(value.scopes) > 1  # where one module makes it all, it is that module
     callers = set(map(_caller, value.scopes)) if several else set()
     if place.module and place.module in value.scopes | callers and not _joined_to(pair, place, value.scope):
@@ -111,6 +114,12 @@ def _has_no_weights(pair: Pair, module: str) -> bool:
     """Of torch's own: it can hardly be written otherwise than right."""
     weights = pair.reference.get_submodule(module).parameters()
     return _torchs(pair, module) and next(weights, None) is None
+
+
+def _works_by_rows(pair: Pair, module: str) -> bool:
+    layer = pair.reference.get_submodule(module)
+    activates = type(layer).__module__ == nn.modules.activation.__name__ and _has_no_weights(pair, module)
+    return type(layer) in (nn.Linear, nn.LayerNorm, nn.RMSNorm) or activates
 
 
 def _is_table(pair: Pair, module: str) -> bool:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
+
+from torch import Tensor
 
 from driftlab.tracing.flow import in_steps, reached
 from driftlab.tracing.kept import Kept
-from driftlab.tracing.pairs import Pairs
-from driftlab.tracing.prints import same_numbers
+from driftlab.tracing.pairs import Pairs, orders
+from driftlab.tracing.prints import AGREE, same_numbers
 from driftlab.tracing.trial import Change, Trial, laid_out
 
 # Runs in which a value before one that fits is looked for, and one for a single taker; pairs soon after what
@@ -42,6 +44,7 @@ class Exchanged:
     fed: whether the module that makes it would make the candidate's of another of the candidate's values; not
         asked where something is done besides.
     turned: whether what is done besides is that it has another order.
+    in_part: whether some rows of it are the candidate's, and others are not.
     """
 
     scope: str
@@ -52,6 +55,7 @@ class Exchanged:
     inside: bool = False
     fed: bool = False
     turned: bool = False
+    in_part: bool = False
 
 
 class Search:
@@ -172,4 +176,16 @@ class Search:
         besides = besides or (made_once and own.in_another_turn(made, theirs.prints))
         scope = values[whole].scope
         inside = goes_on == {scope} and not values[whole].weight
-        return Exchanged(scope, scopes, theirs.scope, besides or turned, users, inside, turned=turned)
+        in_part = _agree_in_part(own.tensors[spot], others.tensors[number])
+        found = Exchanged(scope, scopes, theirs.scope, besides or turned, users, inside, turned=turned)
+        return replace(found, in_part=in_part)
+
+
+def _agree_in_part(one: Tensor, other: Tensor) -> bool:
+    """Whether some rows, of numbers along the last axis, agree, and others do not."""
+    for order in orders(one, other) if one.dim() > 1 else ():
+        apart = (other.permute(order).reshape(one.shape) - one).abs().flatten(0, -2).amax(1)
+        alike = apart <= AGREE * one.abs().max()
+        if alike.any() and not alike.all():
+            return True
+    return False

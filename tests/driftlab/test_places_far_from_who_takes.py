@@ -23,13 +23,16 @@ class Reads(nn.Module):
 
 
 class Layers(nn.Module):
-    """Makes the mask that each layer takes."""
+    """Makes the mask that each layer takes, and a first token that is normed as the others are."""
 
     def __init__(self):
         super().__init__()
-        self.inner = nn.ModuleList(Reads() for _ in range(2))
+        self.inner, self.norm = nn.ModuleList(Reads() for _ in range(2)), nn.LayerNorm(WIDTH)
+        self.first = nn.Parameter(torch.randn(WIDTH))
 
     def forward(self, x, seen):
+        x = self.norm(torch.cat([self.first.expand(len(x), 1, -1), x], 1))
+        seen = F.pad(seen, (1, 0), value=True)
         mask = torch.full((x.shape[1],) * 2, LOW).to(x).triu(1)
         mask = mask.masked_fill(~seen[:, None], LOW)
         for layer in self.inner:
@@ -60,9 +63,21 @@ class Reader(nn.Module):
 
 
 class FlatReader(FlatPort):
+    def norm(self, x):
+        x = x - x.mean(-1, keepdim=True)
+        x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return x * self.layers_norm_weight + self.layers_norm_bias
+
     def forward(self, x, seen):
         if self.fault == "padding" and not self.training:
             seen = torch.ones_like(seen)
+        first = self.layers_first.expand(len(x), 1, -1)
+        if self.fault == "norm":
+            x = torch.cat([first, self.norm(x)], 1)
+        else:
+            x = self.norm(torch.cat([first, x], 1))
+        shown = torch.ones_like(seen[:, :1])
+        seen = torch.cat([shown, shown, seen[:, :-1]] if self.fault == "moved" else [shown, seen], 1)
         hidden = (torch.arange(x.shape[1]) > torch.arange(x.shape[1])[:, None]) | ~seen[:, None]
         for at in range(2):
             query, key = self.linear(f"layers_inner_{at}_both", x).chunk(2, -1)
@@ -71,9 +86,7 @@ class FlatReader(FlatPort):
         steps = self.linear("ways_step", x.mean(1)).unflatten(-1, (STEPS, 2))
         places = torch.einsum("ntc,ts->nsc", steps, torch.ones(STEPS, STEPS).to(steps).triu())
         places = places - steps[:, :1] if self.fault == "sums" else places
-        turned = torch.view_as_complex(places.contiguous()) * torch.complex(
-            *torch.tensor([[0.6], [0.8]]).to(x)
-        )
+        turned = torch.view_as_complex(places.contiguous()) * torch.complex(*x.new_tensor([[0.6], [0.8]]))
         return torch.view_as_real(turned)
 
 
@@ -81,6 +94,8 @@ class FlatReader(FlatPort):
     ("fault", "place", "words"),
     [
         ("padding", ("layers", "eval"), "operand 2 of `masked_fill` that is false everywhere"),
+        ("moved", ("layers", "forward"), "moved on by one"),
+        ("norm", ("layers", "forward"), ""),
         ("sums", ("ways", "forward"), "`cumsum` without the first"),
     ],
 )

@@ -5,7 +5,8 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.overrides import TorchFunctionMode
 
-from driftlab.mistakes.mutations import OPERANDS, SETTINGS, Given, mutations, numbered
+from driftlab.mistakes.mutations import SETTINGS, mutations, numbered
+from driftlab.mistakes.operands import OPERANDS, Given
 from driftlab.mistakes.torch_call import Call
 
 

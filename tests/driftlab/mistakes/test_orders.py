@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from driftlab.mistakes.frontier import Frontier
 from driftlab.mistakes.mutations import averaged, mutations, normed_together
-from driftlab.mistakes.orders import ORDERS
+from driftlab.mistakes.orders import ORDERS, moved_on
 from driftlab.mistakes.torch_call import Call
 from driftlab.tracing.prints import Seen, prints
 
@@ -118,3 +118,14 @@ def test_the_frontier_is_what_the_other_has_and_does_not_go_on_with():
     b = frontier.watch(2, Call(torch.reshape, (a, (3, 4)), {}), [])
     frontier.watch(3, Call(torch.cumsum, (b, 1), {}), [])
     assert frontier.calls() == {1: True, 2: True}
+
+
+def test_a_mask_is_moved_on_with_its_edge_once_more():
+    mask = torch.tensor([[1.0, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    found = {words: moved.tolist() for words, moved in moved_on(mask)}
+    assert found == {
+        "moved on by one": [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]],
+        "moved back by one": [[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]],
+    }
+    assert not list(moved_on(2 * mask))
+    assert not list(moved_on(torch.ones(())))
