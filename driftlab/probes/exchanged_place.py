@@ -30,27 +30,21 @@ def _where(pair: Pair, place: Place, value: Exchanged, right: Callable[[str], bo
     """
     if value.besides:
         return _where_more_is_done(pair, place, value)
+    caller = _written(pair, _caller(value.scope))
+    at_its_caller = replace(place, module=caller, candidate_module=value.candidate_scope)
     its_work_is_right = _is_table(pair, value.scope) or (value.fed and _torchs(pair, value.scope))
     if value.scopes == {value.scope} and its_work_is_right:
-        at = _written(pair, _caller(value.scope))
-        return replace(place, module=at, candidate_module=value.candidate_scope)
-    if value.in_part and _works_by_rows(pair, value.scope):  # it is given other rows, or fewer
-        at = _written(pair, _caller(value.scope))
-        return replace(place, module=at, candidate_module=value.candidate_scope)
+        return at_its_caller
+    if value.in_part and value.scopes <= {value.scope, caller} and _works_by_rows(pair, value.scope):
+        return at_its_caller  # which gives it other rows, or fewer
     several = len(value.scopes) > 1  # where one module makes it all, it is that module
     callers = set(map(_caller, value.scopes)) if several else set()
     if place.module and place.module in value.scopes | callers and not _joined_to(pair, place, value.scope):
         return replace(place, module=_inside(pair, place.module, value.scopes))
     if several and place.module == "" and "" in value.scopes and _torchs(pair, value.scope):
         return place  # the network's own code does something before torch's layer
-    if (
-        several
-        and _has_no_weights(pair, value.scope)
-        and _written(pair, _caller(value.scope)) in value.scopes
-    ):
-        return replace(
-            place, module=_written(pair, _caller(value.scope)), candidate_module=value.candidate_scope
-        )
+    if several and _has_no_weights(pair, value.scope) and caller in value.scopes:
+        return at_its_caller
     if value.scopes == {value.scope} and right(value.scope) and lies_in(value.scope, place.module):
         return place
     return replace(place, module=called(pair.reference, value.scope), candidate_module=value.candidate_scope)

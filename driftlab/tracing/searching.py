@@ -182,10 +182,13 @@ class Search:
 
 
 def _agree_in_part(one: Tensor, other: Tensor) -> bool:
-    """Whether some rows, of numbers along the last axis, agree, and others do not."""
-    for order in orders(one, other) if one.dim() > 1 else ():
+    """Whether some rows, of numbers along the last axis, agree, and others do not; of zeros nobody knows."""
+    if one.dim() < 2:
+        return False
+    sizes = one.abs().flatten(0, -2).amax(1)
+    for order in orders(one, other):
         apart = (other.permute(order).reshape(one.shape) - one).abs().flatten(0, -2).amax(1)
-        alike = apart <= AGREE * one.abs().max()
-        if alike.any() and not alike.all():
+        alike = apart <= AGREE * sizes.max()
+        if bool((alike & (sizes > 0)).any()) and not bool(alike.all()):
             return True
     return False
