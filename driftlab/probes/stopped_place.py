@@ -67,7 +67,7 @@ def _taken_by(pair: Pair, stop: Stop, module: str) -> str | None:
     """Who takes it, or makes it, of what may lie in one module besides.
 
     The network hands on all there is, and a loop the same to each of its layers: their names say less. In the
-    layer the flow may know in which module; else it is the one that goes on with it.
+    layer of a loop the flow may know in which module; else it is the one that goes on with it.
     """
     others = stop.between - {stop.scope}
     if len(others) != 1:
@@ -76,7 +76,9 @@ def _taken_by(pair: Pair, stop: Stop, module: str) -> str | None:
     in_turn = isinstance(pair.reference.get_submodule(other.rpartition(".")[0]), nn.ModuleList)
     if lies_in(module, other):
         return with_code(pair, module) if in_turn or not stop.scope else None
-    return (stop.taker if lies_in(stop.taker, other) else other) if in_turn or not stop.scope else None
+    if in_turn:
+        return stop.taker if lies_in(stop.taker, other) else other
+    return other if not stop.scope else None
 
 
 def _largest(wrong: list[Difference]) -> Difference:
