@@ -25,7 +25,7 @@ def parts_exchanged(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]
 
 
 def cut_elsewhere(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
-    """A slice that leaves out at the other end what it leaves out, or begins one earlier or later."""
+    """A slice that leaves out at the other end what it leaves out, or begins one or two earlier or later."""
     if call.name == "getitem" and len(call.args) == 2:
         yield from _other_slices(*call.args)
     elif call.name in ("split", "split_with_sizes", "chunk", "tensor_split"):

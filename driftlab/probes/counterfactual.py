@@ -84,8 +84,8 @@ def counterfactual(found: Examination, difference: Difference, place: str) -> Mu
     with unless_ours():  # a mistake that has words says more, and where it is looked for the value tells
         theirs_made = flow_of(pair.candidate, *about, look=partial(prints, rows=found.rows[1]))
         if fit := fitting(cases, theirs_made, place, value, found.rows[0]):
-            agreed = [place, value.scope] if value else [place]
-            agreed.sort(key=lambda module: value is not None and value.turned and module == place)
+            agreed = (place, value.scope) if value else (place,)
+            agreed = agreed[::-1] if value and value.turned else agreed  # where it got its order
             there = next((m for module in agreed for m in fit if m.scope == module), None)
             if there or value is None or len({m.scope for m in fit}) == 1:
                 # else a choice is another, which a change of any one of them would do

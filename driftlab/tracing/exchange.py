@@ -80,10 +80,18 @@ def _exchanged(own: Kept, others: Kept, trial: Callable[..., Trial]) -> Exchange
         return _handed(own, others, *other)
     if found is None or (several and own.is_a_result(int(spot))):
         return None
-    if found.besides:
-        return found
-    begun, other = int(spot), search.number
-    while (other := fed_otherwise(own, others, trial(BEFORE), [begun], other, shared=False)) is not None:
+    return found if found.besides else _back_from(own, others, trial(BEFORE), found, int(spot), search.number)
+
+
+def _back_from(
+    own: Kept, others: Kept, trial: Trial, found: Exchanged, spot: int, other: int | None
+) -> Exchanged:
+    """The same; or who makes what right modules are given, where few may, back as long as they are right.
+
+    Of a right module to which the reference gives what both have the same, but fed with something else.
+    """
+    several, begun = len(found.scopes) > 1, spot
+    while (other := fed_otherwise(own, others, trial, [begun], other, shared=False)) is not None:
         source = only_source(own, begun)
         if own.shared[source]:
             return replace(found, fed=begun == spot and not several)
