@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from driftlab.mistakes.mutations import checks_integers
 from driftlab.mistakes.torch_call import Call
-from driftlab.network.modules import common, lies_in
+from driftlab.network.modules import lies_in
 
 NUMBER, WEIGHTS, TOGETHER, INDEX, HANDED = "another number", "weights", "together", "index", "handed"
 FREQUENCY, MODE, GATE = "another frequency", "the other mode", "another gate"
@@ -69,10 +69,6 @@ class Mutant:
     def at(self) -> str:
         """The module in which the first call is made."""
         return self.scope if self.made_in is None else self.made_in
-
-    def away(self, module: str, depths: Mapping[str, int]) -> int:
-        """How many steps lie between it and a module, by how deep each module lies."""
-        return depths[self.at] + depths[module] - 2 * depths[common([self.at, module])]
 
     @property
     def said(self) -> str:

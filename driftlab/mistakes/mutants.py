@@ -36,7 +36,7 @@ from driftlab.mistakes.weight_mutations import (
     weight_mutations,
 )
 from driftlab.mistakes.whose import Whose
-from driftlab.network.modules import only_holds
+from driftlab.network.modules import common, only_holds
 from driftlab.tracing.prints import Seen
 from driftlab.tracing.scopes import Entered, Scopes
 from driftlab.tracing.searching import Exchanged
@@ -118,7 +118,7 @@ class Mutants:
                 if comes_by(self._seen, made, self._rows):
                     self.signs.append(self._whose.of_operand(mutant, make, scope))
         concerns = self._concerns(here)
-        if kept and self._frontier[number] and (concerns or self._turned is not None):
+        if kept and self._frontier[number]:
             operators = (*ORDERS, *MASKS)
             self.unsigned += (m for m, *_ in self._mutated.of(here, operators, call, earlier, out))
         if not concerns:
@@ -135,7 +135,7 @@ class Mutants:
                 self.unsigned.append(mutant)
             elif comes_by(self._seen, made, self._rows):
                 self.signs.append(mutant)
-            elif mutant.away(self._near, self._depths) <= 1 or (
+            elif self._steps(mutant, self._near) <= 1 or (
                 number in self._beyond and mutant.at in self._between
             ):
                 self.unsigned.append(mutant)
@@ -168,7 +168,7 @@ class Mutants:
         for mutants in (self.found, self.signs, self.unsigned):
             mutants.sort(key=lambda m: (self._away(m), self._is_further_on(m)))
         self.found.sort(key=lambda m: -1 if m.kind is NUMBER else SETTINGS.index(m.kind))
-        self.unsigned = _in_turns([m for m in self.unsigned if m.kind in ORDERS or self._concerns(m)])
+        self.unsigned = _in_turns([m for m in self.unsigned if self._concerns(m)])
         told = FEW if self._turned is None else (*FEW, *ORDERS)
         self.unsigned.sort(key=lambda m: m.kind not in told)
 
@@ -186,13 +186,18 @@ class Mutants:
         return 1 if self._is_where_it_stops(mutant) else 2
 
     def _away(self, mutant: Mutant) -> int:
-        return min(mutant.away(module, self._depths) for module in self._nearest)
+        return min(self._steps(mutant, module) for module in self._nearest)
+
+    def _steps(self, mutant: Mutant, module: str) -> int:
+        """How many lie between the two."""
+        shared = common([mutant.at, module])
+        return self._depths[mutant.at] + self._depths[module] - 2 * self._depths[shared]
 
     def _is_where_it_stops(self, mutant: Mutant) -> bool:
         return not mutant.calls.isdisjoint(self._frontier)
 
     def _concerns(self, mutant: Mutant) -> bool:
-        near = self._within is None or any(mutant.away(scope, self._depths) <= 1 for scope in self._within)
+        near = self._within is None or any(self._steps(mutant, scope) <= 1 for scope in self._within)
         return near or self._is_where_it_stops(mutant)
 
     def _is_further_on(self, mutant: Mutant) -> bool:

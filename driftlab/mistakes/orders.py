@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from driftlab.mistakes.torch_call import TRANSPOSED, Call
+from driftlab.tracing.prints import of_zeros_and_ones
 
 Mutation = tuple[str, Callable[[], Any]]
 # They give the numbers that they are given.
@@ -129,7 +130,7 @@ def _shuffled(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
 
 def moved_on(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A mask along its last dimension, with its edge once more."""
-    if mask.dim() and mask.shape[-1] > 2 and bool(((mask == 0) | (mask == 1)).all()):
+    if mask.dim() and mask.shape[-1] > 2 and of_zeros_and_ones(mask):
         yield "moved on by one", torch.cat([mask[..., :1], mask[..., :-1]], -1)
         yield "moved back by one", torch.cat([mask[..., 1:], mask[..., -1:]], -1)
 

@@ -10,12 +10,13 @@ from torch import Tensor
 from driftlab.mistakes.orders import Mutation
 from driftlab.mistakes.torch_call import Call
 
+_PARTS = ("chunk", "split", "tensor_split", "split_with_sizes")
 _MOVED = (("one earlier", -1), ("one later", 1), ("two earlier", -2), ("two later", 2))
 
 
 def parts_exchanged(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """Gate and up, or query and key, in the other order."""
-    if call.name in ("chunk", "split", "tensor_split", "unbind", "split_with_sizes"):
+    if call.name in (*_PARTS, "unbind"):
         parts = list(call.run())
         for i, j in combinations(range(len(parts)), 2) if len(parts) <= 4 else ():
             order = list(range(len(parts)))
@@ -28,7 +29,7 @@ def cut_elsewhere(call: Call, earlier: Sequence[Tensor]) -> Iterator[Mutation]:
     """A slice that leaves out at the other end what it leaves out, or begins one or two earlier or later."""
     if call.name == "getitem" and len(call.args) == 2:
         yield from _other_slices(*call.args)
-    elif call.name in ("split", "split_with_sizes", "chunk", "tensor_split"):
+    elif call.name in _PARTS:
         yield from _other_parts(call)
 
 

@@ -19,6 +19,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from driftlab.arithmetic.shadow import held
 from driftlab.network.modules import common
 from driftlab.network.start import owner
+from driftlab.tracing.prints import of_zeros_and_ones
 
 # Of as many weights of one shape that lie side by side any two may be exchanged: query, key, value, output.
 SIDE_BY_SIDE = 6
@@ -49,7 +50,7 @@ def weight_mutations(
 
 
 def _is_mask(values: Tensor) -> bool:
-    return bool(((values == 0) | (values == 1)).all() and (values == 0).any() and (values == 1).any())
+    return of_zeros_and_ones(values) and bool((values == 0).any() and (values == 1).any())
 
 
 def other_frequencies(network: nn.Module) -> Iterator[tuple[str, str, Callable[[nn.Module], None]]]:

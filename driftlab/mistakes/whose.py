@@ -42,8 +42,8 @@ class Whose:
     ) -> None:
         self._lines_of[scope].add(line)
         self._taken[number] = set(map(id, floating(call.tensors)))  # alive in ``earlier``
-        maker = self._made_by.get(id(call.tensors[0]), "") if call.name in TAKES and call.tensors else ""
-        if isinstance(self._network.get_submodule(maker), nn.RNNBase):
+        maker = self._made_by.get(id(call.tensors[0])) if call.name in TAKES and call.tensors else None
+        if maker and isinstance(self._network.get_submodule(maker), nn.RNNBase):
             self._directions |= dict.fromkeys((number, *map(id, floating(parts(out)))), maker)
         self._made_by |= dict.fromkeys(map(id, floating(parts(out))), scope)
         self._handed.see(number, call, out, self._scopes.entered, earlier)

@@ -74,11 +74,11 @@ def _taken_by(pair: Pair, stop: Stop, module: str) -> str | None:
         return None
     other = next(iter(others))
     in_turn = isinstance(pair.reference.get_submodule(other.rpartition(".")[0]), nn.ModuleList)
+    if stop.scope and not in_turn:
+        return None
     if lies_in(module, other):
-        return with_code(pair, module) if in_turn or not stop.scope else None
-    if in_turn:
-        return stop.taker if lies_in(stop.taker, other) else other
-    return other if not stop.scope else None
+        return with_code(pair, module)
+    return stop.taker if in_turn and lies_in(stop.taker, other) else other
 
 
 def _largest(wrong: list[Difference]) -> Difference:

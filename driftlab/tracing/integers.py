@@ -18,6 +18,7 @@ from driftlab.arithmetic.difference import distance
 from driftlab.tracing.flow import in_steps
 from driftlab.tracing.kept import Kept
 from driftlab.tracing.pairs import orders
+from driftlab.tracing.prints import of_zeros_and_ones
 
 # Values that are compared at most, and pairs that are tried; operations that the candidate may leave out.
 COMPARED, TRIED, STEPS = 300, 60, 2
@@ -110,8 +111,7 @@ def _forms(like: Tensor, values: Tensor) -> list[Tensor]:
         laid = [*_repeated(values, like.shape)]
     else:
         laid = [once.reshape(like.shape) for once in _once(values, like.numel())]
-    mask = bool(((values == 0) | (values == 1)).all())
-    return [*laid, *(1 - one for one in laid)] if mask else laid
+    return [*laid, *(1 - one for one in laid)] if of_zeros_and_ones(values) else laid
 
 
 def _turned(like: Tensor, values: Tensor) -> Iterator[Tensor]:

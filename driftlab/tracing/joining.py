@@ -15,7 +15,7 @@ from torch import Tensor
 
 from driftlab.arithmetic.difference import distance
 from driftlab.tracing.kept import Kept
-from driftlab.tracing.pairs import orders
+from driftlab.tracing.pairs import laid
 from driftlab.tracing.prints import AGREE
 from driftlab.tracing.trial import Trial
 
@@ -122,5 +122,4 @@ def _flat(tensor: Tensor, dims: int) -> Tensor:
 
 def nearest(like: Tensor, values: Tensor) -> Tensor:
     """With its axes in the order that brings it nearest."""
-    shaped = (values.permute(order).reshape(like.shape) for order in orders(like, values))
-    return min(shaped, key=lambda one: distance(like, one))
+    return min(laid(like, values), key=lambda one: distance(like, one))

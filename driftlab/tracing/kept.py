@@ -11,7 +11,7 @@ from driftlab.arithmetic.naming import LOSS
 from driftlab.arithmetic.shadow import plain
 from driftlab.blame import callers
 from driftlab.tracing.flow import SHOWS_PART, Flow, Value, reached
-from driftlab.tracing.prints import Prints, prints, same_numbers
+from driftlab.tracing.prints import Prints, of_zeros_and_ones, prints, same_numbers
 from driftlab.tracing.rows import Rows
 from driftlab.tracing.running import Again
 from driftlab.tracing.turns import Callers, Turns
@@ -276,4 +276,4 @@ class Kept:
 
 
 def _is_mask(value: Value, numbers: Tensor) -> bool:
-    return not value.fed and bool(((numbers == 0) | (numbers == 1)).all())
+    return not value.fed and of_zeros_and_ones(numbers)

@@ -122,8 +122,7 @@ def _apart(pairs: Iterable[Pair], own: Kept, others: Kept) -> Iterator[tuple[Pai
     for (number, _), spots in alike.items():
         values, other = torch.stack([own.tensors[s] for s in spots]), others.tensors[number]
         found = torch.full((len(spots),), math.inf, dtype=values.dtype)
-        for order in orders(values[0], other):
-            turned = other.permute(order).reshape(values[0].shape)
+        for turned in laid(values[0], other):
             differences = torch.where(values == turned, 0.0, values - turned).flatten(1)
             found = torch.minimum(found, torch.linalg.vector_norm(differences, dim=1).nan_to_num(math.inf))
         yield from zip(((number, spot) for spot in spots), found.tolist(), strict=True)
@@ -136,4 +135,9 @@ def orders(like: Tensor, values: Tensor) -> list[tuple[int, ...]]:
         return [as_it_lies]
     orders = list(permutations(as_it_lies))
     shaped = [order for order in orders if [values.shape[a] for a in order] == list(like.shape)]
-    return shaped or [as_it_lies, *orders]
+    return shaped or orders
+
+
+def laid(like: Tensor, values: Tensor) -> Iterator[Tensor]:
+    """In each of these orders, with its shape."""
+    return (values.permute(order).reshape(like.shape) for order in orders(like, values))

@@ -60,6 +60,11 @@ class Prints:
         return size * squares - absolute**2 > 1e-6 * size * squares
 
 
+def of_zeros_and_ones(values: Tensor) -> bool:
+    """Whether it holds nothing else, as a mask does."""
+    return bool(((values == 0) | (values == 1)).all())
+
+
 def prints(tensor: Tensor, rows: Rows | None = None, sliced: bool = True) -> Prints | None:
     """None of what holds no floating number. A number that stands for minus infinity counts as one.
 

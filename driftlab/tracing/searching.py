@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from torch import Tensor
 
 from driftlab.tracing.flow import in_steps, reached
 from driftlab.tracing.kept import Kept
-from driftlab.tracing.pairs import Pairs, orders
+from driftlab.tracing.pairs import Pairs, laid
 from driftlab.tracing.prints import AGREE, same_numbers
 from driftlab.tracing.trial import Change, Trial, laid_out
 
@@ -177,8 +177,8 @@ class Search:
         scope = values[whole].scope
         inside = goes_on == {scope} and not values[whole].weight
         in_part = _agree_in_part(own.tensors[spot], others.tensors[number])
-        found = Exchanged(scope, scopes, theirs.scope, besides or turned, users, inside, turned=turned)
-        return replace(found, in_part=in_part)
+        besides = besides or turned
+        return Exchanged(scope, scopes, theirs.scope, besides, users, inside, turned=turned, in_part=in_part)
 
 
 def _agree_in_part(one: Tensor, other: Tensor) -> bool:
@@ -186,8 +186,8 @@ def _agree_in_part(one: Tensor, other: Tensor) -> bool:
     if one.dim() < 2:
         return False
     sizes = one.abs().flatten(0, -2).amax(1)
-    for order in orders(one, other):
-        apart = (other.permute(order).reshape(one.shape) - one).abs().flatten(0, -2).amax(1)
+    for turned in laid(one, other):
+        apart = (turned - one).abs().flatten(0, -2).amax(1)
         alike = apart <= AGREE * sizes.max()
         if bool((alike & (sizes > 0)).any()) and not bool(alike.all()):
             return True
